@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT
+"""oss_fused: fused Triton kernels and FP8 weights that serve gpt-oss-style models with vLLM.
+
+Public names load on first use: importing the package imports neither vLLM nor Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_EXPORTS: dict[str, str] = {
+    "OssFusedError": "oss_fused.errors",
+    "TritonKernelError": "oss_fused.errors",
+    "ShapeMismatchError": "oss_fused.errors",
+    "UnsupportedDtypeError": "oss_fused.errors",
+    "NumericalOverflowError": "oss_fused.errors",
+    "quantize_fp8": "oss_fused.functional",
+    "dequantize_fp8": "oss_fused.functional",
+    "fp8_gemm": "oss_fused.functional",
+}
+
+__all__ = ["__version__", "register", *_EXPORTS]
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``: register quantisation method and model classes. Idempotent."""
+    from oss_fused.plugin.registration import register_all
+
+    register_all()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'oss_fused' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

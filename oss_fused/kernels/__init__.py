@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Kernels: functions from tensors to tensors, one package per backend, found by registry.get_kernel."""

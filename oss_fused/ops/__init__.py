@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: MIT
+"""The operators ``torch.ops.oss_fused.*``: the one place of registration, one module per subject.
+
+Importing this package registers them all, once.
+"""

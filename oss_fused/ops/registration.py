@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: MIT
+"""How an operator is registered: schema, fake, and a body that asks the kernel registry.
+
+``torch.library.Library`` rather than ``custom_op``: its dispatch costs a few microseconds less
+per call, which counts where vLLM runs a layer outside CUDA graphs (lm_head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oss_fused.kernels.registry import default_backend, get_kernel
+
+LIBRARY = torch.library.Library("oss_fused", "DEF")
+
+
+def register_op(schema: str, fake: Callable[..., Any]) -> None:
+    """Define ``oss_fused::<schema>``, run by the kernel of that name on the inputs' device.
+
+    Args:
+        schema: e.g. ``"dequantize_fp8(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor"``.
+            The first argument is a tensor; its device picks the backend.
+        fake: shape and dtype propagation with the same arguments.
+    """
+    name = schema.split("(", 1)[0]
+
+    def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return get_kernel(default_backend(first.device), name)(first, *args, **kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"oss_fused::{name}", fake, lib=LIBRARY)
