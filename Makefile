@@ -1,0 +1,29 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first (seconds on a rerun).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint format test-gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:  ## make .venv from the lock of this machine's kind (CPU or CUDA)
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup  ## a real model: build, calibrate, serve both, chat, compare (DEMO="--help" for options)
+	@$(BIN)/python scripts/demo.py $(DEMO)
+
+test: setup lint  ## linters, types and every test that runs without a GPU
+	@$(BIN)/python -m pytest $(TESTS)
+
+test-gpu: setup  ## the tests that need an NVIDIA GPU
+	@$(BIN)/python -m pytest -m gpu $(TESTS)
+
+lint: setup  ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: setup  ## let ruff fix and format
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:  ## remove what the targets made
+	rm -rf .venv models results .pytest_cache .mypy_cache .ruff_cache .hypothesis

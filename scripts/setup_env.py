@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Make .venv with everything the project needs, from a complete lock; a rerun takes seconds.
+
+Runs on any Python 3.11 to 3.14 with nothing installed. On a machine with an NVIDIA GPU the
+environment holds vLLM's CUDA build, elsewhere its CPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUPPORTED = ((3, 11), (3, 14))
+TORCH_REMEDY = (
+    "PyTorch's CPU wheels live on PyTorch's own index. Put torch in place once with\n"
+    "    uv venv --seed .venv\n"
+    "    uv pip install --python .venv --torch-backend cpu torch==2.13.0\n"
+    "  and run this again."
+)
+
+
+class StepFailed(Exception):
+    """A step of the set-up ended with an error; the text says which and how to retry."""
+
+
+def main() -> int:
+    """Parse the command line, run the steps, return the exit code."""
+    args = parse_args()
+    version = sys.version_info[:2]
+    if not SUPPORTED[0] <= version <= SUPPORTED[1]:
+        print(
+            f"setup: python={version[0]}.{version[1]}: expected 3.11 to 3.14; "
+            f"run e.g. `make PYTHON=python3.12 setup`",
+            file=sys.stderr,
+        )
+        return 2
+    flavour = detect_flavour() if args.flavour == "auto" else args.flavour
+    venv, lock = Path(args.venv).resolve(), ROOT / "deploy" / flavour / "requirements.lock"
+    stamp, wanted = venv / ".oss-fused-setup", fingerprint(flavour, lock)
+    if stamp.exists() and stamp.read_text() == wanted and not args.force:
+        print(f"setup: {venv.name} is up to date ({flavour})", file=sys.stderr)
+        return 0
+    try:
+        install(venv, flavour, lock)
+    except StepFailed as error:
+        print(f"\nsetup failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nsetup interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    stamp.write_text(wanted)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line of the set-up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--venv", default=str(ROOT / ".venv"), help="environment to make (default: .venv)"
+    )
+    parser.add_argument(
+        "--flavour",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="vLLM build: auto takes cuda where nvidia-smi finds a GPU (default: auto)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="install again even if nothing changed"
+    )
+    return parser.parse_args()
+
+
+def detect_flavour() -> str:
+    """Return "cuda" where nvidia-smi lists a GPU, else "cpu"."""
+    tool = shutil.which("nvidia-smi")
+    if tool and subprocess.run([tool, "-L"], capture_output=True, check=False).stdout.strip():
+        return "cuda"
+    return "cpu"
+
+
+def fingerprint(flavour: str, lock: Path) -> str:
+    """Hash of everything that decides what the environment holds."""
+    digest = hashlib.sha256(f"{flavour} {sys.version}".encode())
+    for path in (
+        lock,
+        ROOT / "pyproject.toml",
+        Path(__file__),
+        ROOT / "deploy/cpu/vllm/pyproject.toml",
+    ):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def install(venv: Path, flavour: str, lock: Path) -> None:
+    """Run the steps, each with its number, name and duration."""
+    python = venv / "bin" / "python"
+    count = sum(1 for line in lock.read_text().splitlines() if line and not line.startswith("#"))
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    local = [*pip, "--quiet", "--no-build-isolation"]
+    steps: list[tuple[str, list[str], str]] = []
+    if not python.exists():
+        steps.append((f"make {venv.name}", [sys.executable, "-m", "venv", str(venv)], ""))
+    hint = TORCH_REMEDY if flavour == "cpu" else "check the network and the free disk (12 GB)"
+    steps.append((f"install {count} locked packages ({flavour})", [*pip, "-r", str(lock)], hint))
+    with tempfile.TemporaryDirectory() as scratch:
+        if flavour == "cpu":
+            # built from a copy: setuptools leaves build folders beside the source
+            alias = Path(shutil.copytree(ROOT / "deploy/cpu/vllm", Path(scratch) / "vllm"))
+            steps.append(("name the CPU build of vLLM `vllm`", [*local, str(alias)], ""))
+        steps.append(("install oss_fused", [*local, "--editable", str(ROOT)], ""))
+        check = [str(python), "-c", "import torch, transformers, vllm, oss_fused"]
+        steps.append(("check the imports", check, ""))
+        for number, (name, command, remedy) in enumerate(steps, 1):
+            run_step(f"[{number}/{len(steps)}] {name}", command, remedy)
+
+
+def run_step(title: str, command: list[str], remedy: str) -> None:
+    """Run one command; stream one status line, keep the rest for the error."""
+    print(title, end=" ", flush=True, file=sys.stderr)
+    start, last_dot, tail = time.monotonic(), time.monotonic(), []
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail = [*tail, line.rstrip()][-25:]
+            if time.monotonic() - last_dot > 1:
+                print(".", end="", flush=True, file=sys.stderr)
+                last_dot = time.monotonic()
+    if process.returncode:
+        detail = "\n".join(line for line in tail if not line.startswith("WARNING"))
+        retry = f"\n  {remedy}" if remedy else ""
+        raise StepFailed(
+            f"{title}\n  command: {' '.join(command)}\n{detail}{retry}\n"
+            f"  Retry with the same command; finished steps are quick."
+        )
+    print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
