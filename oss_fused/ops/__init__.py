@@ -3,3 +3,7 @@
 
 Importing this package registers them all, once.
 """
+
+from oss_fused.ops import gemm, norm, quantize
+
+__all__ = ["gemm", "norm", "quantize"]

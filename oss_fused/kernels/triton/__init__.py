@@ -2,4 +2,10 @@
 """Backend "triton": one file per operation: docstring, jit kernel, launcher."""
 
 # operation -> module of this package that holds the function of that name
-OPERATIONS: dict[str, str] = {}
+OPERATIONS: dict[str, str] = {
+    "add_rms_norm_quant": "norm",
+    "dequantize_fp8": "quantize",
+    "fp8_gemm": "gemm",
+    "fp8_linear": "gemm",
+    "quantize_fp8": "quantize",
+}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""FP8 matrix product and linear layer in float32 arithmetic; the CPU path of a served model."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.reference.quantize import quantize_rows
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    check_dtype,
+    check_gemm,
+    check_out_dtype,
+    check_scale,
+)
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``(a @ b.T) * a_scale * b_scale.T + bias``; see ops/gemm.py for the contract."""
+    check_gemm(a, b, a_scale, b_scale, bias)
+    check_out_dtype(out_dtype)
+    return _scaled_product(a.float(), b, a_scale.view(-1, 1), b_scale, bias).to(out_dtype)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("weight", weight, (FP8,) if weight.is_cuda else (FP8, torch.float32))
+    n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
+    check_scale("weight_scale", weight_scale, n)
+    codes, scale = quantize_rows(x.reshape(-1, k), input_scale)
+    out = _scaled_product(codes.float(), weight, scale.view(-1, 1), weight_scale, bias)
+    return out.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def _scaled_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    # a weight already unpacked to float32 is used as it is: unpacking costs 30x the product
+    out = torch.mm(a, b.float().t()).mul_(a_scale).mul_(b_scale.view(1, -1))
+    return out if bias is None else out.add_(bias)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT
+"""FP8 quantisation and its inverse: the arithmetic that every kernel repeats.
+
+``scale = max(amax / 448, 2**-126)`` (1 where amax is 0), ``q = e4m3(clamp(x * (1 / scale)))``,
+both divisions rounded to nearest. NaN and infinities become NaN codes, never 448.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    as_rows,
+    check_dtype,
+    check_out_dtype,
+    check_same_device,
+    check_scale,
+    check_strategy,
+)
+
+FP8_MAX = 448.0
+# below this the reciprocal of a scale would overflow float32
+MIN_SCALE = 2.0**-126
+
+
+def scale_of_amax(amax: torch.Tensor) -> torch.Tensor:
+    """Dequantisation multiplier of a float32 ``amax``; NaN and Inf stay non-finite."""
+    # a tensor divisor: with a Python number a GPU multiplies by the rounded reciprocal
+    scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_(min=MIN_SCALE)
+    return scale.masked_fill_(amax == 0, 1.0)
+
+
+def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of ``x`` [R, C] and their scale: per row [R, 1] when ``scale`` is None."""
+    x32 = x.float()
+    if scale is None:
+        if x.shape[1] == 0:
+            scale = torch.ones(x.shape[0], 1, device=x.device)
+        else:
+            scale = scale_of_amax(x32.abs().amax(-1, keepdim=True))
+        scaled = x32 * scale.reciprocal()
+    else:
+        scaled = x32 * scale.reciprocal()
+        # a static scale would clip an infinity into a plausible 448
+        scaled = scaled.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(x32.isinf(), float("nan"))
+    return scaled.to(FP8), scale
+
+
+def quantize_fp8(
+    x: torch.Tensor, scale: torch.Tensor | None, strategy: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` to FP8 E4M3; see ops/quantize.py for the contract."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_strategy(strategy)
+    rows = as_rows(x)
+    if scale is not None:
+        check_scale("scale", scale, rows.shape[0])
+        check_same_device(x, scale=scale)
+        return quantize_rows(rows, scale)[0].view(x.shape), scale.clone()
+    if strategy == "tensor":
+        flat = x.reshape(1, -1)
+        q, scale = quantize_rows(flat, None)
+        return q.view(x.shape), scale.view(1)
+    q, scale = quantize_rows(rows, None)
+    return q.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """``q * scale`` in float32, rounded to ``out_dtype``; see ops/quantize.py."""
+    check_dtype("q", q, (FP8,))
+    check_out_dtype(out_dtype)
+    rows = as_rows(q)
+    check_scale("scale", scale.reshape(-1, 1), rows.shape[0])
+    check_same_device(q, scale=scale)
+    return (rows.float() * scale.reshape(-1, 1)).to(out_dtype).view(q.shape)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""fp8_gemm and fp8_linear: checks, output allocation and the choice of kernel by shape."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.triton.gemm_tile import gemm_tile
+from oss_fused.kernels.triton.quantize import quantize_fp8
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    as_rows,
+    check_dtype,
+    check_gemm,
+    check_out_dtype,
+    check_scale,
+)
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``(a @ b.T) * a_scale * b_scale.T + bias``; see ops/gemm.py for the contract."""
+    check_gemm(a, b, a_scale, b_scale, bias)
+    check_dtype("b", b, (FP8,))
+    check_out_dtype(out_dtype)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    if out.numel():
+        gemm_tile(as_rows(a), as_rows(b), a_scale, b_scale, bias, out)
+    return out
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("weight", weight, (FP8,))
+    n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
+    check_scale("weight_scale", weight_scale, n)
+    strategy = "token" if input_scale is None else "tensor"
+    q, scale = quantize_fp8(x.reshape(-1, k), input_scale, strategy)
+    return fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype).view(*x.shape[:-1], n)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Conversions shared by the kernels, with one result on a GPU and under the interpreter.
+
+The interpreter (Triton 3.9) truncates float32 -> bfloat16, loses carries in float32 -> e4m3 and
+reads the NaN code as 480; there the same conversions are spelled out in integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def to_fp8(x):
+    """float32 -> e4m3, round to nearest even; |x| <= 448 or NaN."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        # adding 1.5 * 2^20 times the value's power of two leaves three mantissa bits
+        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        magic = tl.maximum(power, 0.015625) * 1572864.0
+        rounded = (magnitude + magic) - magic
+        normal = (rounded.to(tl.int32, bitcast=True) >> 20) - 960
+        code = tl.where(rounded < 0.015625, (rounded * 512.0).to(tl.int32), normal)
+        code = tl.where(x == x, code, 127) | ((bits >> 24) & 128)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def from_fp8(q):
+    """e4m3 -> float32, exact."""
+    x = q.to(tl.float32)
+    if INTERPRETED:
+        code = q.to(tl.uint8, bitcast=True) & 127
+        x = tl.where(code == 127, float("nan"), x)
+    return x
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 -> ``dtype``, round to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, even.to(tl.float32, bitcast=True), x).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as int32: ordered like the values, with NaN above Inf, so an integer max keeps NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of_amax(bits):
+    """Scale of an amax given as magnitude bits: max(amax / 448, 2**-126), 1 where it is 0."""
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
+    # an integer max again keeps NaN; 0x00800000 is 2**-126
+    scale = tl.maximum(scale.to(tl.int32, bitcast=True), 0x00800000)
+    return tl.where(bits == 0, 1.0, scale.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def quantize_dynamic(x, inv):
+    """Codes of float32 ``x`` for its own amax: an Inf meets inv = 0 and becomes NaN."""
+    return to_fp8(x * inv)
+
+
+@triton.jit
+def quantize_static(x, inv):
+    """Codes of float32 ``x`` for a given scale: saturates finite values, keeps Inf and NaN out."""
+    finite = magnitude_bits(x) < 0x7F800000
+    y = tl.clamp(x * inv, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return to_fp8(tl.where(finite, y, float("nan")))
+
+
+@triton.jit
+def dot_fp8(a, b, acc):
+    """acc + a @ b for e4m3 tiles, accumulated in float32."""
+    if INTERPRETED:
+        return tl.dot(from_fp8(a), from_fp8(b), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: MIT
+"""FP8 quantisation: codes q (float8_e4m3fn) and float32 scales with x ~= q * scale.
+
+Per row: one CTA a row, the row in registers where it fits. Per tensor: an amax pass over all
+CTAs (integer atomic max, so the result does not depend on their order), then an elementwise one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.triton.numerics import (
+    from_fp8,
+    magnitude_bits,
+    quantize_dynamic,
+    quantize_static,
+    round_to,
+    scale_of_amax,
+)
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    as_rows,
+    check_dtype,
+    check_out_dtype,
+    check_same_device,
+    check_scale,
+    check_strategy,
+)
+
+# widest row kept in registers: 64 values a thread with 256 threads
+_MAX_ROW_BLOCK = 16384
+_BLOCK = 4096
+_TL_DTYPE = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@triton.jit
+def _quantize_row_kernel(x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    q += row * n_cols
+    offs = tl.arange(0, BLOCK)
+    if LOOP:
+        bits = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, n_cols, BLOCK):
+            cols = start + offs
+            values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            bits = tl.maximum(bits, magnitude_bits(values))
+        row_scale = scale_of_amax(tl.max(bits, 0))
+        inv = tl.div_rn(1.0, row_scale)
+        for start in range(0, n_cols, BLOCK):
+            cols = start + offs
+            values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            tl.store(q + cols, quantize_dynamic(values, inv), mask=cols < n_cols)
+    else:
+        values = tl.load(x + offs, mask=offs < n_cols, other=0.0).to(tl.float32)
+        row_scale = scale_of_amax(tl.max(magnitude_bits(values), 0))
+        inv = tl.div_rn(1.0, row_scale)
+        tl.store(q + offs, quantize_dynamic(values, inv), mask=offs < n_cols)
+    tl.store(scale + row, row_scale)
+
+
+@triton.jit
+def _amax_kernel(x, amax_bits, stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.atomic_max(amax_bits, tl.max(magnitude_bits(values), 0))
+
+
+@triton.jit
+def _scale_kernel(amax_bits, scale):
+    tl.store(scale, scale_of_amax(tl.load(amax_bits)))
+
+
+@triton.jit
+def _quantize_static_kernel(x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inv = tl.div_rn(1.0, tl.load(scale + row * scale_stride))
+    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.store(q + row * n_cols + cols, quantize_static(values, inv), mask=cols < n_cols)
+
+
+@triton.jit
+def _dequantize_kernel(
+    q, scale, out, stride, scale_stride, n_cols, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    codes = tl.load(q + row * stride + cols, mask=mask, other=0.0)
+    values = from_fp8(codes) * tl.load(scale + row * scale_stride)
+    tl.store(out + row * n_cols + cols, round_to(values, DTYPE), mask=mask)
+
+
+def quantize_fp8(
+    x: torch.Tensor, scale: torch.Tensor | None, strategy: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise ``x`` to FP8 E4M3; see ops/quantize.py for the contract."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_strategy(strategy)
+    rows = as_rows(x)
+    n_rows, n_cols = rows.shape
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    if scale is not None:
+        check_scale("scale", scale, n_rows)
+        check_same_device(x, scale=scale)
+        _quantize_static(rows, q, scale)
+        return q, scale.clone()
+    if strategy == "tensor":
+        amax_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+        out_scale = torch.empty(1, dtype=torch.float32, device=x.device)
+        grid = (n_rows, triton.cdiv(n_cols, _BLOCK))
+        if x.numel():
+            _amax_kernel[grid](rows, amax_bits, rows.stride(0), n_cols, BLOCK=_BLOCK)
+        _scale_kernel[(1,)](amax_bits, out_scale, num_warps=1)
+        _quantize_static(rows, q, out_scale)
+        return q, out_scale
+    out_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    if n_cols == 0:
+        return q, out_scale.fill_(1.0)
+    if n_rows:
+        block = min(triton.next_power_of_2(n_cols), _MAX_ROW_BLOCK)
+        _quantize_row_kernel[(n_rows,)](
+            rows,
+            q,
+            out_scale,
+            rows.stride(0),
+            n_cols,
+            BLOCK=block,
+            LOOP=n_cols > block,
+            num_warps=min(max(block // 512, 1), 8),
+        )
+    return q, out_scale
+
+
+def _quantize_static(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+    n_rows, n_cols = rows.shape
+    if rows.numel() == 0:
+        return
+    block = min(triton.next_power_of_2(n_cols), _BLOCK)
+    _quantize_static_kernel[(n_rows, triton.cdiv(n_cols, block))](
+        rows,
+        q,
+        scale,
+        rows.stride(0),
+        0 if scale.numel() == 1 else 1,
+        n_cols,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 4),
+    )
+
+
+def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """``q * scale`` in float32, rounded to ``out_dtype``; see ops/quantize.py."""
+    check_dtype("q", q, (FP8,))
+    check_out_dtype(out_dtype)
+    rows = as_rows(q)
+    n_rows, n_cols = rows.shape
+    check_scale("scale", scale.reshape(-1, 1), n_rows)
+    check_same_device(q, scale=scale)
+    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    block = min(triton.next_power_of_2(n_cols), _BLOCK)
+    _dequantize_kernel[(n_rows, triton.cdiv(n_cols, block))](
+        rows,
+        scale.contiguous(),
+        out,
+        rows.stride(0),
+        0 if scale.numel() == 1 else 1,
+        n_cols,
+        DTYPE=_TL_DTYPE[out_dtype],
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 4),
+    )
+    return out
