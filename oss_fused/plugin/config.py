@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: MIT
+"""``OssFp8Config``: vLLM asks it how each layer of a model is quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from oss_fused.errors import SchemeError
+from oss_fused.plugin import fingerprint, settings
+from oss_fused.plugin.compat import MIN_CAPABILITY, check_device
+from oss_fused.plugin.kv_cache import OssFp8KVCacheMethod
+from oss_fused.plugin.linear import OssFp8LinearMethod
+from oss_fused.plugin.moe import experts_method
+from oss_fused.plugin.patterns import find_target, is_ignored, matches
+from oss_fused.plugin.settings import QUANT_METHOD, Settings
+from oss_fused.quant.scheme import QuantizationScheme
+
+# quant_method of checkpoints that --quantization oss_fp8 may take over
+_TAKES = (None, "", QUANT_METHOD, *settings.MXFP4_METHODS)
+
+
+class OssFp8Config(QuantizationConfig):
+    """How vLLM serves a model with ``--quantization oss_fp8``.
+
+    Args:
+        parsed: what the checkpoint says; without it, a bf16 checkpoint is quantised online.
+
+    Raises:
+        UnsupportedDeviceError: the GPU has no FP8 tensor cores.
+    """
+
+    def __init__(self, parsed: Settings | None = None) -> None:
+        super().__init__()
+        check_device()
+        self.settings = parsed or settings.online(settings.OnlineOptions())
+        # vLLM reads this attribute: a dict switches --kv-cache-dtype auto to fp8
+        self.kv_cache_scheme = self.settings.kv_cache_scheme
+        self._options_read = False
+        self._unmatched_ignore: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"OssFp8Config({self.settings!r})"
+
+    def get_name(self) -> str:  # type: ignore[override]
+        """``oss_fp8``."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Activation dtypes of the kernels."""
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability times ten of the oldest GPU."""
+        return MIN_CAPABILITY
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: everything is in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> OssFp8Config:
+        """Build from a checkpoint's ``quantization_config``.
+
+        Raises:
+            SchemeError: a key has a value that is not understood.
+        """
+        return cls(settings.from_checkpoint(config))
+
+    @classmethod
+    def override_quantization_method(  # type: ignore[override]
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take over bf16 and MXFP4 checkpoints, only where the user asks for ``oss_fp8``.
+
+        Raises:
+            SchemeError: the checkpoint is quantised in a way that cannot be taken over.
+        """
+        if user_quant != QUANT_METHOD:
+            return None
+        method = hf_quant_cfg.get("quant_method")
+        if method not in _TAKES:
+            raise SchemeError(
+                f"--quantization oss_fp8: the checkpoint is quantised with quant_method="
+                f"{method!r}; expected a bf16, MXFP4 or oss_fp8 checkpoint"
+            )
+        return QUANT_METHOD
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Method of ``layer``; None leaves it to vLLM.
+
+        Raises:
+            SchemeError: a fused layer is quantised in part.
+        """
+        self._read_options()
+        if isinstance(layer, LinearBase):
+            scheme = self.scheme_of(prefix)
+            if scheme is None:
+                return UnquantizedLinearMethod()
+            return OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+        if isinstance(layer, ParallelLMHead):
+            # the head belongs to the model's own quantisation only where it asks for it
+            scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
+            if scheme is None:
+                return None
+            return OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+        if isinstance(layer, RoutedExperts):
+            return experts_method(layer, self.settings.experts, self.settings.calibrated, prefix)
+        if isinstance(layer, Attention) and self.settings.calibrated:
+            return OssFp8KVCacheMethod(self, prefix)
+        return None
+
+    def scheme_of(self, prefix: str) -> QuantizationScheme | None:
+        """Scheme of the linear layer of that name, None if it is not quantised.
+
+        Raises:
+            SchemeError: a fused layer is quantised in part.
+        """
+        packed = self.packed_modules_mapping
+        for pattern in list(self._unmatched_ignore):
+            if is_ignored(prefix, [pattern], {}) or _matches_shard(prefix, pattern, packed):
+                self._unmatched_ignore.discard(pattern)
+        if is_ignored(prefix, self.settings.ignore, packed):
+            return None
+        group = find_target(prefix, self.settings.targets, packed)
+        return None if group is None else self.settings.groups[group]
+
+    def check_ignore(self) -> None:
+        """Raise SchemeError for patterns of the user's that match no layer; for a built model."""
+        if self._unmatched_ignore:
+            raise SchemeError(
+                f"ignore={sorted(self._unmatched_ignore)!r}: matches no linear layer of this "
+                f"model; expected names like 'model.layers.0.self_attn.q_proj', a glob, or 're:' "
+                f"and a regular expression"
+            )
+
+    def _read_options(self) -> None:
+        # the engine's configuration is not there yet when vLLM builds this object
+        if self._options_read:
+            return
+        vllm_config = get_current_vllm_config()
+        fingerprint.record(vllm_config)
+        raw = vllm_config.additional_config.get("oss_fused")
+        self.settings = settings.with_options(self.settings, raw)
+        if not self.settings.calibrated:
+            self._unmatched_ignore = set(self.settings.ignore)
+        self._options_read = True
+
+    def _wants_head(self, layer: ParallelLMHead) -> bool:
+        if self.settings.calibrated:
+            return True
+        if self.settings.lm_head is not None:
+            return self.settings.lm_head
+        model = get_current_vllm_config().model_config.hf_config
+        return getattr(model, "model_type", None) == "gpt_oss"
+
+
+def _matches_shard(prefix: str, pattern: str, packed: dict[str, list[str]]) -> bool:
+    from oss_fused.plugin.patterns import shards
+
+    return any(matches(pattern, shard) for shard in shards(prefix, packed))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: MIT
+"""``OssFp8MoEMethod``: gpt-oss experts with FP8 weights, and MXFP4 ones where vLLM has no kernel.
+
+On a GPU FP8 experts run in vLLM's Triton grouped GEMM (a scale per output row and per token);
+on a CPU, both kinds in PyTorch, with the same quantisation of weights and activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEConfig,
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    RoutedExperts,
+)
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
+
+from oss_fused.errors import CheckpointError
+from oss_fused.plugin.checks import MISSING
+from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
+from oss_fused.plugin.experts_reference import route, run_experts
+from oss_fused.plugin.patterns import spellings
+from oss_fused.plugin.settings import ExpertsLayout
+from oss_fused.quant.mxfp4 import unpack_mxfp4
+
+FP8 = torch.float8_e4m3fn
+
+
+class OssFp8MoEMethod(FusedMoEMethodBase):
+    """Experts of one gpt-oss layer.
+
+    Args:
+        moe: vLLM's description of the layer.
+        layout: "fp8" or "mxfp4".
+        prefix: the layer's name, for errors.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> None:
+        super().__init__(moe)
+        self.layout = layout
+        self.prefix = prefix
+        self.on_cpu = current_platform.is_cpu()
+
+    @property
+    def is_monolithic(self) -> bool:
+        """On a CPU routing happens in here; vLLM's kernel takes routed tokens."""
+        return self.on_cpu
+
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """MXFP4 shards end at whole blocks."""
+        hidden, intermediate = super().maybe_roundup_sizes(*args, **kwargs)
+        if self.layout == "mxfp4":
+            intermediate = -(-intermediate // MXFP4_BLOCK) * MXFP4_BLOCK
+        return hidden, intermediate
+
+    def create_weights(  # type: ignore[override]
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register w13 and w2 with scales and biases; zero, so that padding stays harmless."""
+        rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
+        columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
+        loader = ExpertsLoader(layer, self.layout)
+
+        def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Parameter:
+            data = torch.zeros(num_experts, *shape, dtype=dtype)
+            parameter = Parameter(data, requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {**extra, "weight_loader": loader})
+            return parameter
+
+        for name in ("w13", "w2"):
+            n, k = rows[name], columns[name]
+            if self.layout == "mxfp4":
+                register(f"{name}_weight", (n, k // 2), torch.uint8)
+                register(f"{name}_weight_scale", (n, k // MXFP4_BLOCK), torch.uint8)
+            else:
+                register(f"{name}_weight", (n, k), FP8)
+                scale = register(f"{name}_weight_scale", (n, 1), torch.float32)
+                scale.data.fill_(MISSING)
+                scale.dummy_weight_value = 1.0
+            register(f"{name}_bias", (n,), params_dtype)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Check the weights and bring them into the form that runs.
+
+        Raises:
+            CheckpointError: a scale is missing, zero, negative or not finite.
+        """
+        for name in ("w13", "w2"):
+            weight, scale = f"{name}_weight", f"{name}_weight_scale"
+            if self.layout == "fp8":
+                self._check(layer, scale)
+                if self.on_cpu:
+                    replace_parameter(layer, weight, getattr(layer, weight).data.float())
+            else:
+                blocks = getattr(layer, weight).data.unflatten(-1, (-1, MXFP4_BLOCK // 2))
+                dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
+                self._check_finite(dense, scale)
+                replace_parameter(layer, weight, dense)
+                delattr(layer, scale)
+        if not self.on_cpu:
+            self._build_kernel(layer)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
+        """What vLLM's kernel must know of the weights; None on a CPU."""
+        if self.on_cpu:
+            return None
+        return fp8_w8a8_moe_quant_config(
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            w1_bias=layer.w13_bias,
+            w2_bias=layer.w2_bias,
+            per_act_token_quant=True,
+            per_out_ch_quant=True,
+        )
+
+    def apply_monolithic(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Route and run the experts in PyTorch; x [T, H], router_logits [T, E] -> [T, H]."""
+        weights, ids = route(router_logits, layer.top_k, layer.renormalize)
+        if layer.expert_map is not None:
+            ids = layer.expert_map[ids]
+        return run_experts(
+            x,
+            weights,
+            ids,
+            layer.w13_weight,
+            getattr(layer, "w13_weight_scale", None),
+            layer.w13_bias,
+            layer.w2_weight,
+            getattr(layer, "w2_weight_scale", None),
+            layer.w2_bias,
+        )
+
+    def apply(  # type: ignore[override]
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run routed tokens through vLLM's grouped GEMM."""
+        assert self.moe_kernel is not None
+        return self.moe_kernel.apply(
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+    def _build_kernel(self, layer: RoutedExperts) -> None:
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        prepare = maybe_make_prepare_finalize(
+            moe=self.moe,
+            quant_config=self.moe_quant_config,
+            routing_tables=layer._expert_routing_tables(),
+            allow_new_interface=True,
+            use_monolithic=False,
+        )
+        experts = TritonExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
+        self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
+
+    def _check(self, layer: RoutedExperts, name: str) -> None:
+        scale = getattr(layer, name).data
+        good = (scale.isfinite() & (scale > 0)).flatten(1).all(1)
+        if bool(good.all()):
+            return
+        local = int((~good).nonzero()[0])
+        value = scale[local][~(scale[local].isfinite() & (scale[local] > 0))][0].item()
+        problem = "is missing from the checkpoint" if value == MISSING else f"holds {value}"
+        expert = next(
+            e
+            for e in range(layer.global_num_experts)
+            if layer._map_global_expert_id_to_local_expert_id(e) == local
+        )
+        parent = spellings(self.prefix)[-1]
+        raise CheckpointError(
+            f"'{parent}.{expert}.{name}' {problem}; expected finite scales above 0"
+        )
+
+    def _check_finite(self, dense: torch.Tensor, scale: str) -> None:
+        if not bool(dense.isfinite().all()):
+            part = "gate_up_proj" if scale.startswith("w13") else "down_proj"
+            raise CheckpointError(
+                f"'{spellings(self.prefix)[-1]}.{part}_scales' holds 255, the NaN of e8m0; "
+                f"expected finite block scales"
+            )

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: MIT
+"""Make vLLM's compile-cache key see this package.
+
+vLLM hashes its own configuration, not the sources or settings of a plugin: without this, a
+graph compiled with other kernels or toggles would be reused. ``additional_config`` is part of
+that hash, and the hash is taken at the first forward pass, after the model is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import oss_fused
+from oss_fused import envs
+from oss_fused.errors import SchemeError
+
+KEY = "oss_fused_fingerprint"
+
+
+@functools.cache
+def source_hash() -> str:
+    """Digest of every file of the package that can change a compiled graph."""
+    root = Path(oss_fused.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for suffix in ("*.py", "*.json") for p in root.rglob(suffix)):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint() -> str:
+    """Version, sources and environment variables of the package, as one string."""
+    return json.dumps([oss_fused.__version__, source_hash(), envs.snapshot()], sort_keys=True)
+
+
+def record(vllm_config: Any) -> None:
+    """Write the fingerprint into ``vllm_config.additional_config``.
+
+    Raises:
+        SchemeError: additional_config is not a dict, so that the key cannot be extended.
+    """
+    config = vllm_config.additional_config
+    if not isinstance(config, dict):
+        raise SchemeError(
+            f"additional_config={type(config).__name__}: quantization oss_fp8 expects a dict, to "
+            f"add its fingerprint to vLLM's compile-cache key"
+        )
+    config[KEY] = fingerprint()

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""FP8 linear layers and FP8 lm_head of a served model.
+
+Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they are unpacked to
+float32 once, after loading: converting at every call would cost 30 times the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+from vllm.model_executor.utils import replace_parameter
+
+import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.plugin.checks import MISSING, check_finite, check_scale, check_weight
+from oss_fused.quant.scheme import QuantizationScheme
+
+FP8 = torch.float8_e4m3fn
+# what --load-format dummy fills scales with: codes of random weights then stay small
+_DUMMY_SCALE = 1.0
+
+
+@register_weight_loader_v2_supported_method
+class OssFp8LinearMethod(LinearMethodBase):
+    """A linear layer, or lm_head, with FP8 weights.
+
+    Args:
+        scheme: of weights and activations.
+        calibrated: the checkpoint holds codes and scales; else its weights are quantised after
+            loading.
+        prefix: the layer's name, for errors.
+    """
+
+    def __init__(self, scheme: QuantizationScheme, calibrated: bool, prefix: str) -> None:
+        self.scheme = scheme
+        self.calibrated = calibrated
+        self.prefix = prefix
+
+    def create_weights(  # type: ignore[override]
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register ``weight`` and, of a calibrated checkpoint, its scales."""
+        loader = extra["weight_loader"]
+        rows = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        # NaN codes and MISSING scales survive where the checkpoint lacks a tensor
+        weight = torch.full(
+            (rows, input_size_per_partition),
+            float("nan"),
+            dtype=FP8 if self.calibrated else params_dtype,
+        )
+        layer.register_parameter(
+            "weight",
+            ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader),
+        )
+        if not self.calibrated:
+            return
+        scale = ChannelQuantScaleParameter(
+            data=torch.full((rows, 1), MISSING, dtype=torch.float32), output_dim=0, weight_loader=loader
+        )
+        scale.dummy_weight_value = _DUMMY_SCALE
+        layer.register_parameter("weight_scale", scale)
+        if self.scheme.needs_data:
+            missing = torch.full((len(output_partition_sizes),), MISSING, dtype=torch.float32)
+            scale = PerTensorScaleParameter(data=missing, weight_loader=loader)
+            scale.dummy_weight_value = _DUMMY_SCALE
+            layer.register_parameter("input_scale", scale)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Share the embedding's bf16 weight; it is quantised into a tensor of its own later."""
+        if self.calibrated:
+            # vLLM ties only where the checkpoint has no lm_head of its own: it stays bf16
+            for name in ("weight_scale", "input_scale"):
+                if name in layer._parameters:
+                    delattr(layer, name)
+            layer.quant_method = UnquantizedEmbeddingMethod()
+        return super().tie_weights(layer, embed_tokens)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Quantise or check the weights, and bring them into the form that the kernels take.
+
+        Raises:
+            CheckpointError: a weight or scale is missing, zero, negative or not finite.
+        """
+        if self.calibrated:
+            _check_loaded(layer, self.prefix)
+            codes, scale = layer.weight.data, layer.weight_scale.data
+        else:
+            check_finite(f"{self.prefix}.weight", layer.weight.data)
+            codes, scale = torch.ops.oss_fused.quantize_fp8(layer.weight.data, None, "channel")
+        if not codes.is_cuda:
+            codes = codes.float()
+        replace_parameter(layer, "weight", codes)
+        if self.calibrated:
+            replace_parameter(layer, "weight_scale", scale)
+        else:
+            layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
+        if self.scheme.needs_data:
+            # the linears fused into one share their input, and so one scale
+            replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
+        self._advertise(layer)
+
+    def _advertise(self, layer: torch.nn.Module) -> None:
+        """Tell producers of activations which quantised form this layer takes."""
+        inputs = self.scheme.input_activations
+        if inputs is None:
+            return
+        if inputs.dynamic:
+            layer._input_quant_key = kFp8DynamicTokenSym
+        elif isinstance(layer, (QKVParallelLinear, MergedColumnParallelLinear)):
+            # not for down_proj: vLLM would fuse its own SiLU kernel, which rounds differently
+            layer._input_quant_key = kFp8StaticTensorSym
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor | QuantizedActivation,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``; x [..., K] in the model's dtype, or quantised already."""
+        if isinstance(x, QuantizedActivation):
+            rows = x.data.view(-1, x.data.shape[-1])
+            out = torch.ops.oss_fused.fp8_gemm(
+                rows, layer.weight, x.scale.view(-1, 1), layer.weight_scale, bias, x.orig_dtype
+            )
+            return out.view(*x.orig_shape[:-1], -1)
+        if self.scheme.input_activations is None:
+            return _weight_only(x, layer.weight, layer.weight_scale, bias)
+        input_scale = layer.input_scale if self.scheme.needs_data else None
+        return torch.ops.oss_fused.fp8_linear(
+            x, layer.weight, layer.weight_scale, input_scale, bias
+        )
+
+
+def _weight_only(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """W8A16: activations keep their precision, the weight is dequantised at every call."""
+    if weight.dtype == torch.float32:
+        out = torch.nn.functional.linear(x.float(), weight) * scale.view(-1)
+        return (out if bias is None else out + bias).to(x.dtype)
+    dense = torch.ops.oss_fused.dequantize_fp8(weight, scale, x.dtype)
+    return torch.nn.functional.linear(x, dense, bias)
+
+
+def _check_loaded(layer: torch.nn.Module, prefix: str) -> None:
+    scale = layer.weight_scale.data
+    if isinstance(layer, ParallelLMHead):
+        # rows that pad the vocabulary come from no checkpoint
+        used = layer.num_org_embeddings_per_partition
+        scale[used:] = 1.0
+    check_weight(f"{prefix}.weight", layer.weight.data, layer.logical_widths)
+    check_scale(f"{prefix}.weight_scale", scale, layer.logical_widths)
+    if "input_scale" in layer._parameters:
+        check_scale(
+            f"{prefix}.input_scale", layer.input_scale.data, [1] * len(layer.logical_widths)
+        )

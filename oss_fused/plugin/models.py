@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""Model classes: vLLM's own, changed only where the quantisation is oss_fp8.
+
+Three changes: decoder layers hand quantised activations from the norm to the projections (see
+decoder.py; OSS_FUSED_MODELS=0 leaves that out), gpt-oss gets a quantised lm_head and loads
+every layout of experts, and a tensor that the checkpoint lacks is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.weight_utils import (
+    default_weight_loader,
+    remap_moe_expert_weights,
+)
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import is_pp_missing_parameter, maybe_prefix
+
+from oss_fused.errors import CheckpointError
+from oss_fused.plugin.config import OssFp8Config
+from oss_fused.plugin.decoder import fuse_decoder_layers
+from oss_fused.plugin.patterns import spellings
+
+# checked where they are used: a checkpoint may do without
+_OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+
+
+class _OssModel(nn.Module):
+    """What the classes below share; first in the bases, before vLLM's class."""
+
+    _loaded = False
+
+    def _adopt(self, vllm_config: VllmConfig) -> None:
+        """Change the model that vLLM's class has built, if its quantisation is ours."""
+        self._ours = isinstance(vllm_config.quant_config, OssFp8Config)
+        if self._ours:
+            vllm_config.quant_config.check_ignore()
+            fuse_decoder_layers(self.model.layers)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load, and at the first time refuse a checkpoint that lacks a tensor.
+
+        Raises:
+            CheckpointError: names the first missing tensors.
+        """
+        loaded = super().load_weights(weights)  # type: ignore[misc]
+        if self._ours and not self._loaded:
+            missing = [
+                spellings(name)[-1]
+                for name, _ in self.named_parameters()
+                if name not in loaded and not name.endswith(_OPTIONAL)
+            ]
+            if missing:
+                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+                raise CheckpointError(
+                    f"the checkpoint has no {', '.join(map(repr, missing[:3]))}{more}; expected "
+                    f"every tensor of {type(self).__bases__[-1].__name__}"
+                )
+            # a later call may bring a part of the weights: a reload in pieces
+            self._loaded = True
+        return loaded
+
+
+class OssLlamaForCausalLM(_OssModel, LlamaForCausalLM):
+    """Llama."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._adopt(vllm_config)
+
+
+class OssMistralForCausalLM(_OssModel, MistralForCausalLM):
+    """Mistral."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._adopt(vllm_config)
+
+
+class OssQwen2ForCausalLM(_OssModel, Qwen2ForCausalLM):
+    """Qwen2."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._adopt(vllm_config)
+
+
+class OssQwen3ForCausalLM(_OssModel, Qwen3ForCausalLM):
+    """Qwen3."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._adopt(vllm_config)
+
+
+class OssGptOssModel(GptOssModel):
+    """The decoder of gpt-oss with a loader for every layout of experts.
+
+    vLLM picks its loader by the checkpoint's quant_method and copies some tensors past their
+    ``weight_loader``; here each parameter's own loader does the work, so that tensor and expert
+    parallelism and reloading work for all layouts.
+    """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load ``weights`` (names as vLLM's mapper leaves them); returns the parameters' names."""
+        params = dict(self.named_parameters())
+        loaded: set[str] = set()
+        for name, weight in remap_moe_expert_weights(weights, params):
+            if is_pp_missing_parameter(name, self):
+                continue
+            if self._try_load_streamed_expert(name, weight, params, loaded):
+                continue
+            name = self._load_one(name, weight, params)
+            if name:
+                loaded.add(name)
+        return loaded
+
+    def _load_one(
+        self, name: str, weight: torch.Tensor, params: dict[str, nn.Parameter]
+    ) -> str | None:
+        if name.endswith(".sinks"):
+            heads = self.config.num_attention_heads // get_tensor_model_parallel_world_size()
+            weight = weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+        for part in ("q", "k", "v"):
+            fused = name.replace(f".{part}_proj.", ".qkv_proj.")
+            if fused != name and fused in params:
+                params[fused].weight_loader(params[fused], weight, part)
+                return fused
+        if name not in params:
+            return None
+        param = params[name]
+        loader = getattr(param, "weight_loader", default_weight_loader)
+        if ".experts.routed_experts." in name:
+            loader(param, weight, weight_name=name)
+        else:
+            loader(param, weight)
+        return name
+
+
+class OssGptOssForCausalLM(_OssModel, GptOssForCausalLM):
+    """gpt-oss."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._adopt(vllm_config)
+        if not self._ours:
+            return
+        # same layers, another load_weights: building a second decoder would register each
+        # attention layer twice
+        self.model.__class__ = OssGptOssModel
+        # vLLM builds this head without the quantisation config
+        self.lm_head = ParallelLMHead(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""MoE experts of gpt-oss: which method runs them, and how each checkpoint layout is loaded.
+
+MXFP4 and bf16 experts run in vLLM's own expert kernels (``--moe-backend`` picks one), with a
+loader of ours; experts with FP8 weights in OssFp8MoEMethod. A CPU without AMX has no MXFP4
+kernel: there OssFp8MoEMethod runs them in PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEConfig,
+    FusedMoEMethodBase,
+    RoutedExperts,
+)
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.platforms import current_platform
+
+from oss_fused import envs
+from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
+from oss_fused.plugin.experts import OssFp8MoEMethod
+from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.plugin.settings import ExpertsLayout
+
+
+class OssMxfp4MoEMethod(GptOssMxfp4MoEMethod):
+    """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader."""
+
+    def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
+        """Register the parameters of vLLM's method with our loader."""
+        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4")
+        super().create_weights(layer, *args, **extra)
+
+
+class OssBf16MoEMethod(UnquantizedFusedMoEMethod):
+    """vLLM's bf16 expert kernels, loaded by ExpertsLoader."""
+
+    def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
+        """Register the parameters of vLLM's method with our loader."""
+        extra["weight_loader"] = ExpertsLoader(layer, "bf16")
+        super().create_weights(layer, *args, **extra)
+
+
+def experts_method(
+    layer: RoutedExperts, layout: ExpertsLayout, calibrated: bool, prefix: str
+) -> FusedMoEMethodBase:
+    """The method that runs the experts of ``layer``.
+
+    Args:
+        layer: the experts.
+        layout: how the checkpoint stores them.
+        calibrated: the checkpoint was written by this package.
+        prefix: the layer's name, for errors.
+
+    Raises:
+        BackendUnavailableError: OSS_FUSED_EXPERTS asks for kernels that do not exist here.
+        UnsupportedModelError: experts of this kind cannot be served.
+    """
+    moe = layer.moe_config
+    if not isinstance(layer, GptOssRoutedExperts):
+        if layout != "bf16":
+            raise UnsupportedModelError(
+                f"{prefix!r} ({type(layer).__name__}): experts={layout!r} is supported for "
+                f"gpt-oss only; expected a checkpoint with bf16 experts"
+            )
+        return UnquantizedFusedMoEMethod(moe)
+    if layout == "fp8":
+        return _ours(moe, layout, prefix)
+    if layout == "bf16":
+        return OssBf16MoEMethod(moe)
+    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
+        return _ours(moe, layout, prefix)
+    if envs.get("OSS_FUSED_EXPERTS") == "oss":
+        raise BackendUnavailableError(
+            "OSS_FUSED_EXPERTS=oss: this version has no MXFP4 expert kernel of its own; expected "
+            "auto or vllm"
+        )
+    return OssMxfp4MoEMethod(moe)
+
+
+def _ours(moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> FusedMoEMethodBase:
+    if moe.is_lora_enabled and current_platform.is_cpu():
+        raise UnsupportedModelError(
+            f"{prefix!r}: LoRA with experts={layout!r} does not run on a CPU; serve it on a GPU, "
+            f"or serve a bf16 checkpoint"
+        )
+    return OssFp8MoEMethod(moe, layout, prefix)

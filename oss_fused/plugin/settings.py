@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT
+"""What a checkpoint or the command line says about quantisation, parsed and checked.
+
+A calibrated checkpoint's ``quantization_config`` has ``config_groups``. Without them the
+checkpoint is bf16 or MXFP4 and is quantised while it loads; options then come from
+``--additional-config '{"oss_fused": {...}}'`` or from the same keys in ``--hf-overrides
+'{"quantization_config": {"quant_method": "oss_fp8", ...}}'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from oss_fused.errors import SchemeError
+from oss_fused.quant.scheme import (
+    FP8_DYNAMIC,
+    QuantizationArgs,
+    QuantizationScheme,
+    preset,
+)
+
+QUANT_METHOD = "oss_fp8"
+FORMAT_VERSION = 1
+MXFP4_METHODS = ("mxfp4", "gpt_oss_mxfp4")
+
+ExpertsLayout = Literal["mxfp4", "fp8", "bf16"]
+
+
+class OnlineOptions(BaseModel):
+    """Options of a checkpoint that is quantised while it loads.
+
+    Attributes:
+        scheme: preset name: FP8_DYNAMIC or W8A16.
+        ignore: patterns of layers left as they are.
+        lm_head: quantise the head; by default only gpt-oss does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scheme: str = "FP8_DYNAMIC"
+    ignore: tuple[str, ...] = ()
+    lm_head: bool | None = None
+
+    @field_validator("scheme")
+    @classmethod
+    def _known_without_data(cls, name: str) -> str:
+        if preset(name).needs_data:
+            raise ValueError(
+                f"scheme={name!r}: static activation scales need calibration: run "
+                f"scripts/calibrate.py and serve its output"
+            )
+        return name
+
+
+class Settings(BaseModel):
+    """How a model is quantised.
+
+    Attributes:
+        calibrated: the checkpoint holds FP8 weights and scales.
+        groups: name -> scheme.
+        targets: name -> patterns of the layers of that group.
+        ignore: patterns of layers left unquantised.
+        lm_head: quantise the head; None lets the model decide.
+        kv_cache_scheme: of the checkpoint's ``k_scale`` / ``v_scale``, None without.
+        experts: how the checkpoint stores MoE experts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    calibrated: bool
+    groups: dict[str, QuantizationScheme]
+    targets: dict[str, tuple[str, ...]]
+    ignore: tuple[str, ...] = ()
+    lm_head: bool | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+    experts: ExpertsLayout = "bf16"
+
+
+def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
+    """Settings of a bf16 or MXFP4 checkpoint."""
+    return Settings(
+        calibrated=False,
+        groups={"online": preset(options.scheme)},
+        targets={"online": ("Linear",)},
+        ignore=options.ignore,
+        lm_head=options.lm_head,
+        experts=experts,
+    )
+
+
+def from_checkpoint(config: Mapping[str, Any]) -> Settings:
+    """Settings of a checkpoint's ``quantization_config``.
+
+    Raises:
+        SchemeError: the version is newer than this package, or a key has a value that is not
+            understood.
+    """
+    method = config.get("quant_method")
+    if method in MXFP4_METHODS:
+        # its modules_to_not_convert lists what is not MXFP4, which is what becomes FP8 here
+        return online(OnlineOptions(), experts="mxfp4")
+    if method != QUANT_METHOD:
+        raise SchemeError(
+            f"quantization_config.quant_method={method!r}: expected {QUANT_METHOD!r} or one of "
+            f"{', '.join(MXFP4_METHODS)}"
+        )
+    try:
+        if "config_groups" in config:
+            return _calibrated(config)
+        known = {key: config[key] for key in config if key not in ("quant_method", "version")}
+        return online(OnlineOptions(**known))
+    except ValidationError as error:
+        details = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+        )
+        raise SchemeError(f"quantization_config: {details}") from None
+
+
+def _calibrated(config: Mapping[str, Any]) -> Settings:
+    version = config.get("version")
+    if version != FORMAT_VERSION:
+        raise SchemeError(
+            f"quantization_config.version={version!r}: this package reads version "
+            f"{FORMAT_VERSION}; install the oss-fused that wrote the checkpoint"
+        )
+    groups, targets = {}, {}
+    for name, group in config["config_groups"].items():
+        targets[name] = tuple(group.get("targets", ()))
+        groups[name] = QuantizationScheme(
+            weights=group.get("weights", FP8_DYNAMIC.weights),
+            input_activations=group.get("input_activations"),
+        )
+    return Settings(
+        calibrated=True,
+        groups=groups,
+        targets=targets,
+        ignore=tuple(config.get("ignore") or ()),
+        kv_cache_scheme=_kv_scheme(config.get("kv_cache_scheme")),
+        experts=config.get("experts") or "bf16",
+    )
+
+
+def _kv_scheme(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    scheme = QuantizationArgs(**config)
+    if scheme.strategy != "tensor":
+        raise SchemeError(
+            f"kv_cache_scheme.strategy={scheme.strategy!r}: expected 'tensor' (one k_scale and "
+            f"one v_scale a layer)"
+        )
+    return scheme.model_dump(mode="json")
+
+
+def with_options(settings: Settings, raw: Any) -> Settings:
+    """Settings with the options of ``--additional-config '{"oss_fused": raw}'`` applied.
+
+    Raises:
+        SchemeError: unknown option or value, or an option that a calibrated checkpoint fixes.
+    """
+    if not raw:
+        return settings
+    try:
+        options = OnlineOptions(**raw)
+    except (ValidationError, TypeError) as error:
+        raise SchemeError(
+            f"additional_config['oss_fused']={raw!r}: expected keys "
+            f"{', '.join(OnlineOptions.model_fields)}: {error}"
+        ) from None
+    if settings.calibrated:
+        raise SchemeError(
+            f"additional_config['oss_fused']={raw!r}: a calibrated checkpoint fixes its own "
+            f"scheme; expected no options"
+        )
+    return online(options, settings.experts)
