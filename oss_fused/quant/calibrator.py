@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: MIT
+"""A calibration run from model folder to finished output folder."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oss_fused.errors import CheckpointError, OssFusedError
+from oss_fused.quant.checkpoint.assets import copy_assets, write_config, write_model_card
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.checkpoint.writer import CheckpointWriter
+from oss_fused.quant.export import Exporter, LayerFindings
+from oss_fused.quant.models import ModelSkeleton
+from oss_fused.quant.plan import Plan, Step, make_plan
+from oss_fused.quant.recipe import Recipe
+
+Progress = Callable[[Iterable[Step]], Iterable[Step]]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how a run happens; nothing here changes the numbers of the result.
+
+    Attributes:
+        model: source folder.
+        output: folder to make.
+        device: of the arithmetic.
+        resume: go on with an interrupted run of the same settings.
+        overwrite: replace an existing output folder once the new one is complete.
+        max_shard_bytes: upper size of a shard.
+    """
+
+    model: Path
+    output: Path
+    device: str = "cpu"
+    resume: bool = False
+    overwrite: bool = False
+    max_shard_bytes: int = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run made.
+
+    Attributes:
+        output: the finished folder.
+        source_bytes: of the source's shards.
+        output_bytes: of the output's tensors.
+        quantised: number of linears in FP8, of all.
+        linears: number of linears.
+        experts: how experts are stored.
+        errors: step -> its facts (``weight_error``, ``output_error``).
+        seconds: wall time of this run.
+    """
+
+    output: Path
+    source_bytes: int
+    output_bytes: int
+    quantised: int
+    linears: int
+    experts: str | None
+    errors: dict[str, dict[str, Any]]
+    seconds: float
+
+    def worst(self, count: int = 5) -> list[tuple[str, dict[str, Any]]]:
+        """The linears with the largest error: of the output where known, else of the weight."""
+        known = [(name, facts) for name, facts in self.errors.items() if "weight_error" in facts]
+        key = "output_error" if any("output_error" in facts for _, facts in known) else ""
+        return sorted(known, key=lambda item: -item[1].get(key, item[1]["weight_error"]))[:count]
+
+
+class Run:
+    """A run made ready."""
+
+    def __init__(self, recipe: Recipe, options: RunOptions) -> None:
+        """Check the inputs and make the plan; nothing is written yet."""
+        self.recipe = recipe
+        self.options = options
+        self.device = pick_device(options.device)
+        self.reader = CheckpointReader(options.model)
+        check_output(options)
+        self.skeleton = ModelSkeleton(self.reader)
+        self.plan: Plan = make_plan(self.skeleton, recipe)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output's tensors."""
+        return sum(spec.nbytes for spec in self.plan.specs)
+
+    def execute(self, progress: Progress = iter) -> Summary:
+        """Write the output.
+
+        Raises:
+            OssFusedError: bad input; names what and where. The working folder stays for --resume.
+            OSError: the disk is full or cannot be written.
+        """
+        start = time.monotonic()
+        options, plan = self.options, self.plan
+        identity = self.recipe.digest(self.reader.identity(), options.max_shard_bytes)
+        writer = CheckpointWriter(
+            options.output, plan.specs, options.max_shard_bytes, identity, options.resume
+        )
+        exporter = Exporter(plan, self.reader, writer, self.device)
+        steps = iter(progress(plan.steps))
+        for _, group in itertools.groupby(steps, key=lambda step: step.layer):
+            findings = LayerFindings()
+            for step in group:
+                exporter.run(step, findings)
+        summary = Summary(
+            output=options.output,
+            source_bytes=self.reader.total_bytes(),
+            output_bytes=writer.total_bytes,
+            quantised=sum(scheme is not None for scheme in plan.schemes.values()),
+            linears=len(plan.schemes),
+            experts=plan.experts,
+            errors=dict(writer.steps),
+            seconds=time.monotonic() - start,
+        )
+        self._write_assets(writer, summary)
+        writer.finish()
+        return summary
+
+    def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
+        copy_assets(self.reader.folder, writer.partial)
+        config = self.plan.quantization_config()
+        write_config(writer.partial, self.reader.config, config, self.plan.untie)
+        recipe = self.recipe.to_yaml()
+        (writer.partial / "recipe.yaml").write_text(recipe)
+        facts = {
+            "Format": self.recipe.format,
+            "Linear layers in FP8": f"{summary.quantised} of {summary.linears}",
+            "Scheme": self.recipe.scheme,
+            "Experts": summary.experts or "none",
+            "KV cache": "FP8, calibrated scales" if self.plan.kv_scales else "as served",
+            "Size": f"{summary.source_bytes / 1e9:.2f} GB -> {summary.output_bytes / 1e9:.2f} GB",
+            "Output": self.options.output.name,
+        }
+        write_model_card(writer.partial, self.reader.folder.resolve().name, facts, recipe)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called ``name``: "auto" takes the GPU where there is one.
+
+    Raises:
+        OssFusedError: the device is unknown or absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = name.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise OssFusedError(f"--device={name!r}: expected auto, cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OssFusedError(f"--device={name!r}: this machine has no usable NVIDIA GPU; use cpu")
+    return torch.device(name)
+
+
+def check_output(options: RunOptions) -> None:
+    """Raise CheckpointError if the output exists (without overwrite) or is the source."""
+    output = options.output
+    if output.exists() and output.resolve() == options.model.resolve():
+        raise CheckpointError(f"--output={str(output)!r}: is the source; expected another folder")
+    if output.exists() and not options.overwrite:
+        raise CheckpointError(
+            f"--output={str(output)!r}: exists; choose another folder or pass --overwrite"
+        )
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"--output={str(output)!r}: is a file; expected a folder name")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""The files beside the weights: config.json, tokenizer, generation config, recipe, model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oss_fused.quant.checkpoint.reader import INDEX
+
+_COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
+_COPIED_NAMES = ("LICENSE", "NOTICE", "USAGE_POLICY")
+# rewritten here, or about another set of weights
+_REPLACED = {"config.json", "README.md", "recipe.yaml", INDEX, "hf_quant_config.json"}
+
+
+def copy_assets(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer, its chat template, generation_config.json and licences."""
+    copied = []
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(_COPIED_NAMES)
+        index = path.name.endswith(".index.json")
+        if path.is_file() and wanted and not index and path.name not in _REPLACED:
+            shutil.copyfile(path, target / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def write_config(
+    target: Path, config: dict[str, Any], quantization_config: dict[str, Any], untie: bool
+) -> None:
+    """Write config.json: the source's, with ``quantization_config`` and nothing else changed.
+
+    Args:
+        target: folder.
+        config: the source's config.json.
+        quantization_config: what is written under that name.
+        untie: lm_head has a tensor of its own from now on.
+    """
+    written = {**config, "quantization_config": quantization_config}
+    if untie:
+        written["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def write_model_card(target: Path, base_model: str, facts: dict[str, Any], recipe: str) -> None:
+    """Write README.md: what this is, how to serve it, how it was made, what it measures.
+
+    Args:
+        target: folder.
+        base_model: name of the source.
+        facts: lines of the table "Optimisations": name -> value.
+        recipe: recipe.yaml's text.
+    """
+    front = {
+        "base_model": base_model,
+        "base_model_relation": "quantized",
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "oss_fused", "vllm"],
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    text = f"""---
+{yaml.safe_dump(front, sort_keys=False).strip()}
+---
+
+# {base_model}, FP8
+
+Made from {base_model} by oss_fused's `scripts/calibrate.py`.
+
+## Optimisations
+
+| | |
+|---|---|
+{rows}
+
+## Deployment
+
+```
+vllm serve {facts["Output"]}
+```
+
+## Creation
+
+```yaml
+{recipe.strip()}
+```
+"""
+    (target / "README.md").write_text(text)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: MIT
+"""Reads an HF checkpoint folder lazily: one tensor at a time, each checked as it is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from oss_fused.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
+SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
+
+
+class CheckpointReader:
+    """The tensors of a folder with ``model.safetensors`` or shards and their index."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the shards and read their headers.
+
+        Raises:
+            CheckpointError: the folder, its config, index or a shard is missing or damaged; names
+                file and tensor.
+        """
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"MODEL={str(folder)!r}: no such folder; expected a local Hugging Face checkpoint "
+                f"(fetch one with: hf download ORG/NAME --local-dir DIR)"
+            )
+        self.config: dict[str, Any] = _read_json(self.folder / "config.json")
+        self._files: dict[str, str] = self._locate()
+        self._open: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._check_shards()
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        return sorted(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        """True if the checkpoint holds a tensor of that name."""
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the shard's header."""
+        self._file_of(name)
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from the shard's header."""
+        path = self._file_of(name)
+        code = self._dtypes[name]
+        if code not in _KNOWN_DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {code}: expected "
+                f"{', '.join(_KNOWN_DTYPES)}; is the checkpoint quantised already?"
+            )
+        return _KNOWN_DTYPES[code]
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Read a tensor, or its ``index``-th slice along the first dimension.
+
+        Raises:
+            CheckpointError: no such tensor, or it holds NaN or Inf.
+        """
+        path = self._file_of(name)
+        self.dtype(name)
+        handle = self._handle(path)
+        try:
+            tensor = handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from None
+        if tensor.is_floating_point():
+            flat = tensor.reshape(-1)
+            if not all(part.isfinite().all() for part in flat.split(_CHUNK)):
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} holds NaN or Inf; expected finite numbers"
+                )
+        return tensor
+
+    def total_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(path.stat().st_size for path in self._paths())
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from another, without reading the weights."""
+        files = {path.name: path.stat() for path in self._paths()}
+        return {
+            "config": self.config,
+            "files": {name: [s.st_size, s.st_mtime_ns] for name, s in sorted(files.items())},
+        }
+
+    def _paths(self) -> list[Path]:
+        return sorted({self.folder / file for file in self._files.values()})
+
+    def _file_of(self, name: str) -> Path:
+        if name not in self._files:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
+        return self.folder / self._files[name]
+
+    def _locate(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if not index.exists():
+            if not (self.folder / SINGLE).exists():
+                raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
+            with self._open_file(self.folder / SINGLE) as handle:
+                return dict.fromkeys(handle.keys(), SINGLE)
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: expected an object 'weight_map' of tensor -> file")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{index}: tensor {name!r} is said to lie in {file!r}; expected the name of a "
+                    f"file of this folder"
+                )
+        return weight_map
+
+    def _check_shards(self) -> None:
+        """Open every shard, so that a missing or truncated one is found before work starts."""
+        for path in self._paths():
+            if not path.is_file():
+                raise CheckpointError(f"{path}: shard is missing; the index names it")
+            handle = self._handle(path)
+            present = set(handle.keys())
+            for name, file in self._files.items():
+                if file != path.name:
+                    continue
+                if name not in present:
+                    raise CheckpointError(f"{path}: tensor {name!r} is missing; the index names it")
+                piece = handle.get_slice(name)
+                self._shapes[name] = tuple(piece.get_shape())
+                self._dtypes[name] = piece.get_dtype()
+
+    def _handle(self, path: Path) -> Any:
+        if path.name not in self._open:
+            self._open[path.name] = self._open_file(path)
+        return self._open[path.name]
+
+    @staticmethod
+    def _open_file(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: truncated or not safetensors: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: file is missing; expected an HF checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: MIT
+"""Writes a checkpoint into ``<output>.partial-<id>`` and renames it when it is complete.
+
+Every tensor's place is known before the first byte is written, so that tensors may be written one
+at a time in any order, and a killed run goes on where its journal ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from oss_fused.errors import CheckpointError
+from oss_fused.quant.checkpoint.reader import INDEX, SINGLE
+
+_CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
+_STATE = "state"  # inside the partial folder; removed before the rename
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor to come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    start: int
+    spec: TensorSpec
+
+
+class CheckpointWriter:
+    """Writes tensors to their places; ``finish`` makes the output folder appear."""
+
+    def __init__(
+        self,
+        output: Path,
+        specs: Sequence[TensorSpec],
+        max_shard_bytes: int,
+        identity: str,
+        resume: bool = False,
+    ) -> None:
+        """Make or take over the working folder.
+
+        Args:
+            output: the folder to make.
+            specs: every tensor that will be written, in the order that decides the shards.
+            max_shard_bytes: shards close before they exceed it (a larger tensor has its own).
+            identity: hash of the settings; a partial folder of the same identity can be resumed.
+            resume: go on from such a folder instead of starting over.
+
+        Raises:
+            CheckpointError: another run writes the same output, or the disk has too little room.
+        """
+        self.output = output
+        self.partial = output.with_name(f"{output.name}.partial-{identity}")
+        self.total_bytes = sum(spec.nbytes for spec in specs)
+        self._shards = _split(specs, max_shard_bytes)
+        self._places = _place(self._shards)
+        self._lock = self._claim(resume)
+        self.state = self.partial / _STATE
+        self._journal = self.state / "journal.jsonl"
+        self.steps: dict[str, dict[str, Any]] = self._read_journal()
+        self._create_shards()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor to its place.
+
+        Raises:
+            CheckpointError: the tensor was not announced so, or a scale in it is not a positive
+                finite number.
+        """
+        place = self._places.get(name)
+        if place is None or (tensor.dtype, tuple(tensor.shape)) != (
+            place.spec.dtype,
+            place.spec.shape,
+        ):
+            expected = place.spec if place else "no such tensor"
+            raise CheckpointError(
+                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}: expected {expected}"
+            )
+        # compressed e8m0 scales are bytes; every float scale must be a usable multiplier
+        is_scale = name.endswith("_scale") and tensor.is_floating_point()
+        if is_scale and not bool((tensor.isfinite() & (tensor > 0)).all()):
+            raise CheckpointError(
+                f"{self.output}: tensor {name!r} holds a zero, negative or non-finite scale"
+            )
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        with open(self.partial / place.file, "r+b") as handle:
+            handle.seek(place.start)
+            handle.write(memoryview(data))
+
+    def done(self, step: str, facts: dict[str, Any]) -> None:
+        """Note that every tensor of ``step`` is written; ``facts`` come back after a resume."""
+        self.steps[step] = facts
+        with open(self._journal, "a") as handle:
+            handle.write(json.dumps({"step": step, "facts": facts}) + "\n")
+
+    def finish(self) -> None:
+        """Write the index, drop the working state and move the folder to its name."""
+        if len(self._shards) > 1:
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": {name: p.file for name, p in sorted(self._places.items())},
+            }
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for path in self.partial.iterdir():
+            if path.is_file():
+                _sync(path)
+        shutil.rmtree(self.state)
+        self._lock.close()
+        if self.output.exists():
+            # --overwrite: the old folder goes only now that the new one is complete
+            trash = self.output.with_name(f"{self.output.name}.replaced-{os.getpid()}")
+            self.output.rename(trash)
+            self.partial.rename(self.output)
+            shutil.rmtree(trash)
+        else:
+            self.partial.rename(self.output)
+        _sync(self.output.parent)
+
+    def discard(self) -> None:
+        """Remove the partial folder."""
+        self._lock.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _claim(self, resume: bool) -> IO[str]:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        lock_path = self.partial / _STATE / "lock"
+        if lock_path.exists():
+            _lock_file(lock_path, self.partial).close()
+            if not resume:
+                shutil.rmtree(self.partial)
+        have = sum(p.stat().st_blocks * 512 for p in self.partial.glob("*.safetensors"))
+        free = shutil.disk_usage(self.output.parent).free
+        if self.total_bytes - have > free:
+            raise CheckpointError(
+                f"--output={str(self.output)!r}: needs {self.total_bytes / 1e9:.2f} GB, but "
+                f"{free / 1e9:.2f} GB are free on that disk"
+            )
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        return _lock_file(lock_path, self.partial)
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        steps = {}
+        if self._journal.exists():
+            lines = self._journal.read_text().split("\n")
+            # a line without its newline was cut by the kill: that step is done again
+            complete = lines[:-1]
+            for line in complete:
+                entry = json.loads(line)
+                steps[entry["step"]] = entry["facts"]
+            self._journal.write_text("".join(f"{line}\n" for line in complete))
+        return steps
+
+    def _create_shards(self) -> None:
+        for file, specs in self._shards:
+            header = _header(specs)
+            path = self.partial / file
+            size = len(header) + sum(spec.nbytes for spec in specs)
+            if path.exists() and path.stat().st_size == size:
+                continue
+            with open(path, "wb") as handle:
+                handle.write(header)
+                handle.truncate(size)
+
+
+def _lock_file(path: Path, partial: Path) -> IO[str]:
+    handle = open(path, "a")  # noqa: SIM115  held for the life of the writer
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise CheckpointError(f"{partial}: another run is writing it; wait or stop it") from None
+    return handle
+
+
+def _split(specs: Sequence[TensorSpec], limit: int) -> list[tuple[str, list[TensorSpec]]]:
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    if len(groups) == 1:
+        return [(SINGLE, _aligned(groups[0]))]
+    total = len(groups)
+    return [
+        (f"model-{number:05d}-of-{total:05d}.safetensors", _aligned(group))
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:
+    """Wide dtypes first, as safetensors orders them: every tensor is aligned to its item size."""
+    return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, start + spec.nbytes],
+        }
+        start += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _place(shards: Sequence[tuple[str, list[TensorSpec]]]) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+    for file, specs in shards:
+        start = len(_header(specs))
+        for spec in specs:
+            places[spec.name] = _Place(file, start, spec)
+            start += spec.nbytes
+    return places
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""Experts of gpt-oss between the three ways of storing them: MXFP4, FP8 per expert, bf16.
+
+All are read as the matrix [outputs, inputs] of one expert; gate and up rows stay interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.formats import quantize
+from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
+
+PARTS = (("gate_up_proj", "w13"), ("down_proj", "w2"))
+
+
+def read_expert(reader: CheckpointReader, module: str, part: str, expert: int) -> torch.Tensor:
+    """Weight [outputs, inputs] of one expert; exact in the dtype it comes in (bf16 for MXFP4)."""
+    prefix = f"{module}.{part}"
+    if f"{prefix}_blocks" in reader:
+        return unpack_mxfp4(
+            reader.read(f"{prefix}_blocks", expert), reader.read(f"{prefix}_scales", expert)
+        )
+    return reader.read(prefix, expert).t().contiguous()
+
+
+def convert_experts(
+    reader: CheckpointReader, module: str, count: int, target: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the output tensors of ``module`` stored as ``target``: "mxfp4", "fp8" or "bf16"."""
+    for long, short in PARTS:
+        prefix = f"{module}.{long}"
+        bias = reader.read(f"{prefix}_bias")
+        if target == "fp8":
+            for expert in range(count):
+                own = f"{module}.{expert}.{short}"
+                q, scale = quantize(read_expert(reader, module, long, expert), "channel")
+                yield f"{own}_weight", q
+                yield f"{own}_weight_scale", scale
+                yield f"{own}_bias", bias[expert].contiguous()
+            continue
+        if target == "bf16":
+            rows = (
+                read_expert(reader, module, long, e).t().to(torch.bfloat16) for e in range(count)
+            )
+            yield prefix, torch.stack(list(rows))
+        else:
+            pairs = [pack_mxfp4(read_expert(reader, module, long, e)) for e in range(count)]
+            yield f"{prefix}_blocks", torch.stack([blocks for blocks, _ in pairs])
+            yield f"{prefix}_scales", torch.stack([scales for _, scales in pairs])
+        yield f"{prefix}_bias", bias

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: MIT
+"""What calibration knows of a model: its skeleton on the meta device, its linears and experts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from oss_fused.errors import CheckpointError, UnsupportedModelError
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+
+FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3")
+_MXFP4_PARTS = re.compile(r"^(.*\.experts\.(?:gate_up|down)_proj)_(?:blocks|scales)$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# written by old exports; the model computes them
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq$")
+
+
+class ModelSkeleton:
+    """A causal language model without weights, that fits a checkpoint.
+
+    Attributes:
+        config: the transformers config.
+        model: the transformers model on the meta device.
+        linears: name -> class of every linear layer, in model order.
+        layers: number of decoder layers.
+        experts: "mxfp4" or "bf16" as the checkpoint stores them, None without experts.
+        tied: lm_head shares the embedding's weight.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        """Build the skeleton and check the checkpoint's tensors against it.
+
+        Raises:
+            UnsupportedModelError: the architecture is not one of FAMILIES.
+            CheckpointError: a tensor is missing or has the wrong shape, or the checkpoint is
+                quantised in a way that calibration cannot start from.
+        """
+        self.reader = reader
+        self.config = _load_config(reader)
+        self.model = _build(self.config)
+        self.layers: int = self.config.num_hidden_layers
+        self.tied = bool(self.config.tie_word_embeddings) and "lm_head.weight" not in reader
+        self.linears = {
+            name: type(module).__name__
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        self.experts: str | None = None
+        if self.config.model_type == "gpt_oss":
+            packed = any(_MXFP4_PARTS.match(name) for name in reader.names())
+            self.experts = "mxfp4" if packed else "bf16"
+        self._check_tensors()
+
+    @property
+    def family(self) -> str:
+        """The model_type, one of FAMILIES."""
+        return self.config.model_type
+
+    def expert_modules(self) -> list[str]:
+        """Names of the modules that hold 3-D expert weights."""
+        if self.experts is None:
+            return []
+        return [f"model.layers.{layer}.mlp.experts" for layer in range(self.layers)]
+
+    def tensor_names(self) -> list[str]:
+        """Names of the checkpoint's tensors in the order of the model: embedding, layers, head."""
+        names = [name for name in self.reader.names() if not _DERIVED.match(name)]
+        if self.tied:
+            names = [name for name in names if name != "lm_head.weight"]
+        position = {name: i for i, name in enumerate(self._expected())}
+        return sorted(names, key=lambda name: (position.get(_plain(name), len(position)), name))
+
+    def _expected(self) -> dict[str, torch.Size]:
+        return {
+            name: tensor.shape
+            for name, tensor in self.model.state_dict().items()
+            if not (self.tied and name == "lm_head.weight")
+        }
+
+    def _check_tensors(self) -> None:
+        present = {_plain(name) for name in self.reader.names()}
+        for name, shape in self._expected().items():
+            if name not in present:
+                raise CheckpointError(f"{self.reader.folder}: tensor {name!r} is missing")
+            if name in self.reader and self.reader.shape(name) != tuple(shape):
+                raise CheckpointError(
+                    f"{self.reader.folder}: tensor {name!r} has shape {self.reader.shape(name)}; "
+                    f"config.json asks for {tuple(shape)}"
+                )
+
+
+def layer_of(name: str) -> int | None:
+    """Decoder layer that a tensor or module belongs to."""
+    match = _LAYER.match(name)
+    return int(match.group(1)) if match else None
+
+
+def _plain(name: str) -> str:
+    """The model's own name of a checkpoint tensor: MXFP4 blocks and scales are one weight."""
+    match = _MXFP4_PARTS.match(name)
+    return match.group(1) if match else name
+
+
+def _load_config(reader: CheckpointReader) -> Any:
+    from transformers import AutoConfig
+
+    family = reader.config.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{reader.folder}/config.json: model_type={family!r}: expected one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    quantised = reader.config.get("quantization_config")
+    if quantised and quantised.get("quant_method") != "mxfp4":
+        raise CheckpointError(
+            f"{reader.folder}/config.json: quantised already "
+            f"(quant_method={quantised.get('quant_method')!r}); expected a bf16, fp16, fp32 or "
+            f"MXFP4 checkpoint"
+        )
+    try:
+        config = AutoConfig.from_pretrained(reader.folder)
+    except Exception as error:
+        raise CheckpointError(f"{reader.folder}/config.json: {error}") from error
+    return config
+
+
+def _build(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

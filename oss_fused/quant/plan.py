@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: MIT
+"""The plan of a run: which tensors the output holds, and the step that makes each.
+
+A step reads one or few tensors of the source and writes one or few of the output. The plan is
+made from shapes alone, before any weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from oss_fused.errors import SchemeError
+from oss_fused.quant import scheme as schemes
+from oss_fused.quant.checkpoint.writer import TensorSpec
+from oss_fused.quant.models import ModelSkeleton, layer_of
+from oss_fused.quant.recipe import Recipe
+from oss_fused.quant.scheme import QuantizationScheme
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Step:
+    """One unit of work.
+
+    Attributes:
+        name: of the module or tensor worked on; unique.
+        kind: "copy", "linear", "experts" or "kv".
+        specs: the tensors it writes.
+        layer: decoder layer, None outside the layers.
+    """
+
+    name: str
+    kind: str
+    specs: tuple[TensorSpec, ...]
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps in model order and what config.json says about them.
+
+    Attributes:
+        steps: every step.
+        schemes: every linear -> its scheme, None for one left as it is.
+        experts: how experts are stored: "mxfp4", "fp8", "bf16", or None without experts.
+        source_experts: how the source stores them.
+        untie: lm_head gets a tensor of its own although the source ties it to the embedding.
+        kv_scales: the output holds k_scale and v_scale.
+        compressed_tensors: the output is in that format.
+    """
+
+    steps: tuple[Step, ...]
+    schemes: dict[str, QuantizationScheme | None]
+    experts: str | None
+    source_experts: str | None
+    untie: bool
+    kv_scales: bool
+    compressed_tensors: bool
+    unquantised_modules: tuple[str, ...] = field(default=())
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Every output tensor in order."""
+        return [spec for step in self.steps for spec in step.specs]
+
+    def quantization_config(self) -> dict[str, Any]:
+        """``quantization_config`` of the output's config.json."""
+        ignore = [name for name, scheme in self.schemes.items() if scheme is None]
+        config: dict[str, Any] = {
+            "quant_method": "oss_fp8",
+            "version": 1,
+            "config_groups": schemes.config_groups(self.schemes),
+            "ignore": ignore,
+            "kv_cache_scheme": (
+                schemes.KV_TENSOR.model_dump(mode="json") if self.kv_scales else None
+            ),
+        }
+        if not self.compressed_tensors:
+            return {**config, "experts": self.experts}
+        del config["version"]
+        groups = {
+            name: {**group, "output_activations": None, "format": "float-quantized"}
+            for name, group in config["config_groups"].items()
+        }
+        return {
+            **config,
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": [*ignore, *self.unquantised_modules],
+            "global_compression_ratio": None,
+        }
+
+
+def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
+    """Decide every output tensor.
+
+    Raises:
+        SchemeError: a pattern matches nothing, splits fused linears, or the recipe asks for
+            something the model or the format has not.
+    """
+    chosen = choose_schemes(skeleton, recipe)
+    experts = _choose_experts(skeleton, recipe)
+    head = chosen.get("lm_head")
+    if recipe.format == "compressed-tensors":
+        if experts in ("mxfp4", "fp8"):
+            raise SchemeError(
+                f"experts={experts!r}: stock vLLM loads no such experts from compressed-tensors; "
+                f"use --experts bf16 or --format oss-fp8"
+            )
+        if head is not None and skeleton.family == "gpt_oss":
+            raise SchemeError(
+                "lm_head='fp8': stock vLLM keeps the lm_head of gpt-oss in bf16; use "
+                "--lm-head bf16 or --format oss-fp8"
+            )
+    untie = skeleton.tied and head is not None
+    kv_scales = recipe.kv_cache == "fp8"
+    routers = [f"model.layers.{i}.mlp.router" for i in range(skeleton.layers)]
+    return Plan(
+        steps=tuple(_steps(skeleton, chosen, experts, untie, kv_scales)),
+        schemes=chosen,
+        experts=experts,
+        source_experts=skeleton.experts,
+        untie=untie,
+        kv_scales=kv_scales,
+        compressed_tensors=recipe.format == "compressed-tensors",
+        unquantised_modules=(*skeleton.expert_modules(), *routers) if skeleton.experts else (),
+    )
+
+
+def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, QuantizationScheme | None]:
+    """Scheme of every linear, None for those left as they are."""
+    picked, _ = schemes.select(recipe.targets, recipe.ignore, skeleton.linears)
+    head = recipe.lm_head
+    if head == "auto":
+        gpt_oss_head = skeleton.family == "gpt_oss" and recipe.format == "oss-fp8"
+        head = "fp8" if gpt_oss_head and "lm_head" in picked else "bf16"
+    wanted = set(picked) - {"lm_head"} | ({"lm_head"} if head == "fp8" else set())
+    chosen = {name: recipe.weight_scheme if name in wanted else None for name in skeleton.linears}
+    schemes.check_siblings(chosen)
+    if not wanted and skeleton.experts is None:
+        raise SchemeError("targets/ignore: no linear layer is left to quantise")
+    return chosen
+
+
+def _choose_experts(skeleton: ModelSkeleton, recipe: Recipe) -> str | None:
+    if skeleton.experts is None:
+        if recipe.experts != "auto":
+            raise SchemeError(
+                f"experts={recipe.experts!r}: model_type={skeleton.family!r} has no experts"
+            )
+        return None
+    if recipe.experts == "auto":
+        return skeleton.experts
+    return recipe.experts
+
+
+def _steps(
+    skeleton: ModelSkeleton,
+    chosen: dict[str, QuantizationScheme | None],
+    experts: str | None,
+    untie: bool,
+    kv_scales: bool,
+) -> list[Step]:
+    reader = skeleton.reader
+    steps: list[Step] = []
+    expert_modules = set(skeleton.expert_modules()) if experts != skeleton.experts else set()
+    seen: set[str] = set()
+    names = skeleton.tensor_names() + (["lm_head.weight"] if untie else [])
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        layer = layer_of(name)
+        if module in expert_modules:
+            if module not in seen:
+                seen.add(module)
+                specs = expert_specs(skeleton, module, str(experts))
+                steps.append(Step(module, "experts", specs, layer))
+        elif leaf == "weight" and chosen.get(module) is not None:
+            scheme = chosen[module]
+            assert scheme is not None
+            source = "model.embed_tokens.weight" if module == "lm_head" and untie else name
+            shape = reader.shape(source)
+            specs = (
+                TensorSpec(name, FP8, shape),
+                TensorSpec(f"{module}.weight_scale", torch.float32, (shape[0], 1)),
+            )
+            if scheme.needs_data:
+                specs += (TensorSpec(f"{module}.input_scale", torch.float32, (1,)),)
+            steps.append(Step(module, "linear", specs, layer))
+        else:
+            spec = TensorSpec(name, reader.dtype(name), reader.shape(name))
+            steps.append(Step(name, "copy", (spec,), layer))
+    if kv_scales:
+        steps += [_kv_step(layer) for layer in range(skeleton.layers)]
+    return sorted(steps, key=lambda step: _order(step, skeleton.layers))
+
+
+def _order(step: Step, layers: int) -> int:
+    """Embedding first, then the layers, then the final norm and lm_head."""
+    if step.layer is not None:
+        return step.layer
+    return -1 if "embed" in step.name else layers
+
+
+def _kv_step(layer: int) -> Step:
+    prefix = f"model.layers.{layer}.self_attn"
+    specs = tuple(TensorSpec(f"{prefix}.{k}_scale", torch.float32, (1,)) for k in "kv")
+    return Step(f"{prefix}.kv", "kv", specs, layer)
+
+
+def expert_specs(skeleton: ModelSkeleton, module: str, experts: str) -> tuple[TensorSpec, ...]:
+    """Output tensors of a module of experts stored as "mxfp4", "fp8" or "bf16"."""
+    config = skeleton.config
+    count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+    bias = skeleton.reader.dtype(f"{module}.gate_up_proj_bias")
+    parts = (("gate_up_proj", "w13", 2 * inner, hidden), ("down_proj", "w2", hidden, inner))
+    specs: list[TensorSpec] = []
+    if experts == "fp8":
+        for expert in range(count):
+            for _, short, rows, columns in parts:
+                prefix = f"{module}.{expert}.{short}"
+                specs.append(TensorSpec(f"{prefix}_weight", FP8, (rows, columns)))
+                specs.append(TensorSpec(f"{prefix}_weight_scale", torch.float32, (rows, 1)))
+                specs.append(TensorSpec(f"{prefix}_bias", bias, (rows,)))
+        return tuple(specs)
+    for long, _, rows, columns in parts:
+        prefix = f"{module}.{long}"
+        if experts == "bf16":
+            specs.append(TensorSpec(prefix, torch.bfloat16, (count, columns, rows)))
+        else:
+            if columns % 32:
+                raise SchemeError(
+                    f"experts='mxfp4': {prefix} has {columns} inputs; expected a multiple of 32"
+                )
+            blocks = (count, rows, columns // 32)
+            specs.append(TensorSpec(f"{prefix}_blocks", torch.uint8, (*blocks, 16)))
+            specs.append(TensorSpec(f"{prefix}_scales", torch.uint8, blocks))
+        specs.append(TensorSpec(f"{prefix}_bias", bias, (count, rows)))
+    return tuple(specs)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""The recipe: every setting that decides what a calibrated checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from oss_fused.errors import SchemeError
+from oss_fused.quant.scheme import QuantizationScheme, preset
+
+
+class Recipe(BaseModel):
+    """Settings of a run, as read from and written to recipe.yaml.
+
+    ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
+    experts as they are; dense models keep lm_head.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    format: Literal["oss-fp8", "compressed-tensors"] = "oss-fp8"
+    scheme: str = "FP8_DYNAMIC"
+    targets: tuple[str, ...] = ("Linear",)
+    ignore: tuple[str, ...] = ()
+    lm_head: Literal["auto", "fp8", "bf16"] = "auto"
+    experts: Literal["auto", "mxfp4", "fp8", "bf16"] = "auto"
+    kv_cache: Literal["none", "fp8"] = "none"
+    dataset: str | None = None
+    num_samples: int = Field(default=64, ge=1)
+    max_seq_length: int = Field(default=512, ge=2)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _data_where_needed(self) -> Recipe:
+        if self.dataset is None and self.weight_scheme.needs_data:
+            raise ValueError(f"scheme={self.scheme!r} has static input scales: it needs a dataset")
+        if self.dataset is None and self.kv_cache == "fp8":
+            raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
+        return self
+
+    @property
+    def weight_scheme(self) -> QuantizationScheme:
+        """The scheme of that name."""
+        return preset(self.scheme)
+
+    def digest(self, *parts: Any) -> str:
+        """Short hash of the recipe and of whatever else decides the result."""
+        text = json.dumps([self.model_dump(mode="json"), *parts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def to_yaml(self) -> str:
+        """The recipe as text that ``load_recipe`` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def make_recipe(settings: dict[str, Any]) -> Recipe:
+    """Validate settings.
+
+    Raises:
+        SchemeError: names the setting, its value and what was expected.
+    """
+    try:
+        return Recipe(**settings)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"])
+            shown = f"{where}={item['input']!r}: " if where else ""
+            lines.append(f"{shown}{item['msg'].removeprefix('Value error, ')}")
+        raise SchemeError("; ".join(lines)) from None
+
+
+def load_recipe(path: str | Path) -> dict[str, Any]:
+    """Settings of a recipe file, for ``make_recipe``.
+
+    Raises:
+        SchemeError: the file is missing, is not YAML or holds no mapping.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SchemeError(f"--recipe={str(path)!r}: cannot be read: {error}") from None
+    if not isinstance(loaded, dict):
+        raise SchemeError(f"--recipe={str(path)!r}: expected a mapping of settings")
+    return loaded

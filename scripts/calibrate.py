@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Make an FP8 checkpoint from a Hugging Face one (bf16, fp16, fp32 or MXFP4 gpt-oss).
+
+    python scripts/calibrate.py MODEL --output MODEL-oss-fp8
+    vllm serve MODEL-oss-fp8
+
+Without --dataset only weights are read, and activations are quantised per token as the model is
+served. With --dataset the model runs layer by layer on it. Memory holds one layer at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from oss_fused.errors import OssFusedError
+from oss_fused.quant.calibrator import Run, RunOptions, Summary
+from oss_fused.quant.plan import Step
+from oss_fused.quant.recipe import load_recipe, make_recipe
+from oss_fused.quant.scheme import PRESETS
+
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    args = parse_args(argv)
+    output = Path(args.output)
+    try:
+        recipe = make_recipe(settings_of(args))
+        options = RunOptions(
+            model=Path(args.model),
+            output=output,
+            device=args.device,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            max_shard_bytes=args.max_shard_size,
+        )
+        run = Run(recipe, options)
+        if args.dry_run:
+            describe(run)
+            return 0
+        summary = run.execute(show_progress)
+    except OssFusedError as error:
+        print(f"calibrate.py: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(
+            f"\ncalibrate.py: interrupted; {output} was not made. Go on with the same command and "
+            f"--resume, or remove {output}.partial-*",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space, then go on with --resume" if full else "then go on with --resume"
+        print(
+            f"calibrate.py: error: cannot write {output}: {error}; {output} was not made; {remedy}",
+            file=sys.stderr,
+        )
+        return FAILURE
+    report(summary)
+    return 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Command line; settings left out stay None, so that a recipe's own hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder of the checkpoint to quantise")
+    add("--output", required=True, metavar="DIR", help="folder to make; appears when complete")
+    add("--scheme", help=f"{', '.join(PRESETS)} (default: FP8_DYNAMIC)")
+    add(
+        "--targets",
+        nargs="+",
+        metavar="PATTERN",
+        help="linears to quantise: names, class names or 're:REGEX' (default: Linear)",
+    )
+    add("--ignore", nargs="+", metavar="PATTERN", help="linears to leave as they are")
+    add(
+        "--lm-head",
+        choices=("auto", "fp8", "bf16"),
+        help="auto: FP8 for gpt-oss, else as it is; fp8 unties a tied one (default: auto)",
+    )
+    add(
+        "--experts",
+        choices=("auto", "mxfp4", "fp8", "bf16"),
+        help="how gpt-oss experts are stored (default: auto, as in the source)",
+    )
+    add(
+        "--kv-cache",
+        choices=("none", "fp8"),
+        help="fp8 writes calibrated k_scale and v_scale; needs --dataset (default: none)",
+    )
+    add(
+        "--dataset",
+        metavar="FILE",
+        help="text, or JSON lines with 'text' or 'messages' (chat template applied)",
+    )
+    add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
+    add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
+    add("--seed", type=int, help="of the choice of samples (default: 0)")
+    add(
+        "--format",
+        choices=("oss-fp8", "compressed-tensors"),
+        help="compressed-tensors loads in vLLM without this package (default: oss-fp8)",
+    )
+    add(
+        "--recipe",
+        metavar="FILE",
+        help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
+    )
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add(
+        "--max-shard-size",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="such as 500MB or 5GB (default: 5GB)",
+    )
+    add("--overwrite", action="store_true", help="replace DIR if it exists, once the new is whole")
+    add("--resume", action="store_true", help="go on with an interrupted run of the same settings")
+    add("--dry-run", action="store_true", help="check everything, say what would be made, stop")
+    return parser.parse_args(argv)  # fmt: skip
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The recipe's settings: file first, flags over it."""
+    settings = load_recipe(args.recipe) if args.recipe else {}
+    names = (
+        "scheme", "targets", "ignore", "lm_head", "experts", "kv_cache", "dataset",
+        "num_samples", "max_seq_length", "seed", "format",
+    )  # fmt: skip
+    return settings | {
+        name: getattr(args, name) for name in names if getattr(args, name) is not None
+    }
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "5GB"."""
+    number, unit = text[:-2], text[-2:].upper()
+    if unit not in _UNITS or not number.strip().replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number and KB, MB or GB")
+    size = int(float(number) * _UNITS[unit])
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size above zero")
+    return size
+
+
+def show_progress(steps: Iterable[Step]) -> Iterator[Step]:
+    """Steps under a progress bar."""
+    bar = tqdm(list(steps), desc="Calibrating", unit="tensor", dynamic_ncols=True)
+    for step in bar:
+        if step.layer is not None:
+            bar.set_postfix_str(f"layer {step.layer}", refresh=False)
+        yield step
+
+
+def describe(run: Run) -> None:
+    """Say what a run would make."""
+    plan = run.plan
+    quantised = [name for name, scheme in plan.schemes.items() if scheme is not None]
+    kept = [name for name, scheme in plan.schemes.items() if scheme is None]
+    lines = [
+        f"model          {run.options.model} ({run.skeleton.family}, {run.skeleton.layers} layers)",
+        f"output         {run.options.output} ({run.recipe.format})",
+        f"scheme         {run.recipe.scheme}",
+        f"linears        {len(quantised)} in FP8, {len(kept)} kept{_some(kept)}",
+        f"experts        {plan.experts or 'none'}",
+        f"KV scales      {'calibrated' if plan.kv_scales else 'none'}",
+        f"size           {_gb(run.reader.total_bytes())} -> {_gb(run.output_bytes)}",
+        "dry run: nothing was written",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def report(summary: Summary) -> None:
+    """The final summary: sizes, worst layers, next command."""
+    lines = [
+        f"{summary.output}: {summary.quantised} of {summary.linears} linears in FP8, "
+        f"{_gb(summary.source_bytes)} -> {_gb(summary.output_bytes)} in {summary.seconds:.0f} s",
+    ]
+    worst = summary.worst()
+    if worst:
+        lines.append("largest relative errors:")
+        for name, facts in worst:
+            output = f", output {facts['output_error']:.2%}" if "output_error" in facts else ""
+            lines.append(f"  {name}: weight {facts['weight_error']:.2%}{output}")
+    lines.append(f"next: vllm serve {summary.output}")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.2f} MB"
+
+
+def _some(names: list[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
