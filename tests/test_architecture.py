@@ -17,14 +17,16 @@ PACKAGE = ROOT / "oss_fused"
 RANK = {
     "errors": 0,
     "envs": 0,
-    "kernels": 1,
-    "ops": 2,
-    "functional": 3,
-    "layers": 4,
-    "quant": 4,
-    "tuning": 5,
-    "bench": 5,
-    "plugin": 6,
+    "specs": 1,
+    "kernels": 2,
+    "ops": 3,
+    "autograd": 4,
+    "functional": 5,
+    "layers": 6,
+    "quant": 6,
+    "bench": 7,
+    "tuning": 8,
+    "plugin": 9,
 }
 ONLY_IN = {"vllm": "oss_fused/plugin/", "triton": "oss_fused/kernels/triton/"}
 FILES = sorted(PACKAGE.rglob("*.py"))
