@@ -37,7 +37,7 @@ def make_config(family: str, **changes: Any) -> Any:
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         # wide enough that logits differ by far more than rounding does
-        "initializer_range": 0.08,
+        "initializer_range": 0.06,
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -69,6 +69,9 @@ def build(folder: Path, family: str, **changes: Any) -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")) or parameter.dim() == 3:
             nn.init.normal_(parameter, std=0.1)
+        if name.endswith("router.weight"):
+            # sharp routing: a near tie of two experts would turn rounding into another function
+            nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(folder)
     return folder
 
@@ -312,7 +315,7 @@ def engine():
 
 
 def assert_agrees(
-    result: tuple[list[int], list[float]], folder: Path, tolerance: float = 0.1, **options: Any
+    result: tuple[list[int], list[float]], folder: Path, tolerance: float = 0.15, **options: Any
 ) -> None:
     """Every generated token is (nearly) the reference's best, with its log-probability."""
     tokens, logprobs = result
