@@ -85,4 +85,4 @@ def save_tokenizer(folder: Path, family: str, vocab_size: int, max_length: int) 
     )
     fast.save_pretrained(folder)
     names = {"bos": bos, "pad": pad, "eos": eos}
-    return {role: tokenizer.token_to_id(text) for role, text in names.items()}
+    return {role: int(fast.convert_tokens_to_ids(text)) for role, text in names.items()}

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: MIT
+"""Child processes that never outlive us: own group, killed whole, also when we are killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP arrived; raised so that every ``finally`` runs."""
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP raise Terminated (SIGINT raises KeyboardInterrupt)."""
+
+    def raise_terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated(signal.Signals(number).name)
+
+    wanted = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, raise_terminated) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start(
+    command: Sequence[str],
+    log: IO[bytes],
+    environment: Mapping[str, str],
+    pipes: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` in a process group of its own; stderr (and stdout) go to ``log``.
+
+    Args:
+        command: program and arguments.
+        log: an open binary file.
+        environment: the whole environment of the child.
+        pipes: give the child pipes for stdin and stdout.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if pipes else log,
+        stderr=log,
+        env=dict(environment),
+        start_new_session=True,
+        # the child gets SIGTERM if we die without cleaning up (SIGKILL, out of memory)
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def stop(process: subprocess.Popen[Any], patience: float = 15.0) -> None:
+    """End the process, its group and all its descendants: SIGTERM, then SIGKILL."""
+    family = [process.pid, *descendants(process.pid)]
+    _signal_group(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        if process.poll() is not None and not any(is_alive(pid) for pid in family):
+            break
+        time.sleep(0.05)
+    _signal_group(process.pid, signal.SIGKILL)
+    for pid in family[1:]:
+        if is_alive(pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children, grandchildren, ... of ``pid``."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(entry.name))
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [pid]
+    while queue:
+        queue += (born := children.get(queue.pop(), []))
+        found += born
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] != "Z"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat after the name: state, parent, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
