@@ -4,6 +4,6 @@
 Importing this package registers them all, once.
 """
 
-from oss_fused.ops import gemm, norm, quantize
+from oss_fused.ops import gemm, moe, norm, quantize
 
-__all__ = ["gemm", "norm", "quantize"]
+__all__ = ["gemm", "moe", "norm", "quantize"]

@@ -7,5 +7,8 @@ OPERATIONS: dict[str, str] = {
     "dequantize_fp8": "quantize",
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
+    "moe_mxfp4": "moe",
+    "moe_repack_mxfp4": "mxfp4",
+    "moe_route": "router",
     "quantize_fp8": "quantize",
 }

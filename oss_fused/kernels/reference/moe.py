@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""Mixture-of-experts MLP in float32 arithmetic, with the kernels' rounding points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels.reference.mxfp4 import BLOCK, ROW_GROUP, moe_unpack_mxfp4
+from oss_fused.kernels.reference.quantize import quantize_rows
+from oss_fused.kernels.reference.router import check_router_logits, moe_route
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    check_dtype,
+    check_same_device,
+    check_shape,
+)
+
+# "swigluoai" is gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 gate) * (up + 1)
+ACTIVATIONS = ("swigluoai", "silu")
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+# |gate * sigmoid(1.702 gate) * (up + 1)| <= 7 * 8, and 56 * 8 is e4m3's largest number
+SWIGLU_SCALE = 8.0
+
+# weights of one expert -> float32 [2I, H] (rows gate, up, gate, up, ...) and [H, I]
+_Weights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def moe_mxfp4(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "swigluoai",
+    fp8_min_tokens: int = -1,
+) -> torch.Tensor:
+    """MXFP4 experts; see ops/moe.py for the contract."""
+    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
+    check_mxfp4(x, w13, w13_scale, w2, w2_scale)
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            moe_unpack_mxfp4(w13[expert], w13_scale[expert], gate_up=True),
+            moe_unpack_mxfp4(w2[expert], w2_scale[expert], gate_up=False),
+        )
+
+    fp8 = uses_fp8_activations(x.shape[0], activation, fp8_min_tokens)
+    routing = (router_logits, top_k, renormalize, expert_map)
+    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, fp8)
+
+
+def uses_fp8_activations(tokens: int, activation: str, fp8_min_tokens: int) -> bool:
+    """Whether a batch of ``tokens`` runs with FP8 activations (bounded activations only)."""
+    return activation == "swigluoai" and 0 <= fp8_min_tokens <= tokens
+
+
+def check_moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    expert_map: torch.Tensor | None,
+    activation: str,
+) -> None:
+    """Check what every expert format shares; the format's own check covers the weights."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    if x.dim() != 2:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [T, H]")
+    check_router_logits(router_logits, top_k)
+    experts = w13.shape[0]
+    global_experts = experts if expert_map is None else expert_map.shape[0]
+    check_shape("router_logits", router_logits, (x.shape[0], global_experts))
+    for name, bias, rows in (
+        ("w13_bias", w13_bias, w13.shape[1]),
+        ("w2_bias", w2_bias, x.shape[1]),
+    ):
+        if bias is not None:
+            check_dtype(name, bias, FLOAT_DTYPES)
+            check_shape(name, bias, (experts, rows))
+    if expert_map is not None:
+        check_dtype("expert_map", expert_map, (torch.int32,))
+    if activation not in ACTIVATIONS:
+        raise SchemeError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+    check_same_device(
+        x, router_logits=router_logits, w13=w13, w2=w2, w13_bias=w13_bias, w2_bias=w2_bias,
+        expert_map=expert_map,
+    )  # fmt: skip
+
+
+def check_mxfp4(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+) -> None:
+    """Check repacked MXFP4 weights against each other and x [T, H]."""
+    hidden = x.shape[1]
+    for name, tensor in (("w13", w13), ("w2", w2)):
+        check_dtype(name, tensor, (torch.uint8,))
+    if w13.dim() != 3 or w13.shape[1] % ROW_GROUP or hidden % ROW_GROUP:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}, w13.shape={tuple(w13.shape)}: expected [T, H] and "
+            f"[E, 2I, H/2] with H a multiple of {ROW_GROUP} and I a multiple of {BLOCK}"
+        )
+    experts, rows, _ = w13.shape
+    check_shape("w13", w13, (experts, rows, hidden // 2))
+    check_shape("w2", w2, (experts, hidden, rows // 4))
+    for name, scale, n, k in (
+        ("w13_scale", w13_scale, rows, hidden),
+        ("w2_scale", w2_scale, hidden, rows // 2),
+    ):
+        check_dtype(name, scale, (torch.int32,))
+        check_shape(name, scale, (experts, n // ROW_GROUP, -(-k // 128), ROW_GROUP))
+    check_same_device(x, w13_scale=w13_scale, w2_scale=w2_scale)
+
+
+def _experts(
+    x: torch.Tensor,
+    routing: tuple[torch.Tensor, int, bool, torch.Tensor | None],
+    weights: _Weights,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    activation: str,
+    fp8: bool,
+) -> torch.Tensor:
+    router_logits, top_k, renormalize, expert_map = routing
+    topk_weights, topk_ids = moe_route(router_logits, top_k, renormalize)
+    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    x32 = _fp8_rows(x) if fp8 else x.float()
+    slots = torch.zeros(*topk_ids.shape, x.shape[1], device=x.device)
+    for expert in local_ids.unique().tolist():
+        if expert < 0:
+            continue
+        tokens, slot = (local_ids == expert).nonzero(as_tuple=True)
+        w13, w2 = weights(expert)
+        hidden = x32[tokens] @ w13.T
+        if biases[0] is not None:
+            hidden += biases[0][expert].float()
+        act = _activate(hidden, activation)
+        act = _fp8_static(act) if fp8 else act.to(x.dtype).float()
+        y = act @ w2.T
+        if biases[1] is not None:
+            y += biases[1][expert].float()
+        slots[tokens, slot] = y * topk_weights[tokens, slot, None]
+    out = torch.zeros_like(x32)
+    # one slot after the other, as the kernel adds them
+    for slot_index in range(top_k):
+        out += slots[:, slot_index]
+    return out.to(x.dtype)
+
+
+def _activate(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = hidden[:, 0::2], hidden[:, 1::2]
+    if activation == "silu":
+        return gate * torch.sigmoid(gate) * up
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+def _fp8_rows(x: torch.Tensor) -> torch.Tensor:
+    codes, scale = quantize_rows(x, None)
+    return codes.float() * scale
+
+
+def _fp8_static(act: torch.Tensor) -> torch.Tensor:
+    return (act * SWIGLU_SCALE).to(FP8).float() / SWIGLU_SCALE

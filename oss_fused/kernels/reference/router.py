@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: MIT
+"""Routing in float32: top-k experts of a token and their weights."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.validation import FLOAT_DTYPES, check_dtype
+
+
+def check_router_logits(router_logits: torch.Tensor, top_k: int) -> None:
+    """Raise unless ``router_logits`` is a float [T, E] with ``1 <= top_k <= E``."""
+    check_dtype("router_logits", router_logits, FLOAT_DTYPES)
+    if router_logits.dim() != 2:
+        raise ShapeMismatchError(
+            f"router_logits.shape={tuple(router_logits.shape)}: expected [T, E]"
+        )
+    if not 1 <= top_k <= router_logits.shape[1]:
+        raise ShapeMismatchError(f"top_k={top_k}: expected 1..{router_logits.shape[1]}")
+
+
+def moe_route(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the top-k experts; see ops/moe.py for the contract."""
+    check_router_logits(router_logits, top_k)
+    logits = router_logits.float()
+    # stable: of equal logits the lower expert comes first; NaN counts as the largest
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = logits.gather(1, ids)
+    if renormalize:
+        weights = torch.softmax(chosen, dim=-1)
+    else:
+        weights = torch.softmax(logits, dim=-1).gather(1, ids)
+    return weights, ids.int()
