@@ -40,6 +40,10 @@ class CheckpointError(OssFusedError, ValueError):
     """A checkpoint is missing, truncated or holds an invalid tensor; names file and tensor."""
 
 
+class DatasetError(OssFusedError, ValueError):
+    """A dataset of calibration or evaluation samples is missing, empty or malformed."""
+
+
 class UnsupportedModelError(OssFusedError, ValueError):
     """The model's architecture, or one of its layers, is not supported."""
 

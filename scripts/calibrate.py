@@ -186,10 +186,9 @@ def describe(run: Run) -> None:
 
 def report(summary: Summary) -> None:
     """The final summary: sizes, worst layers, next command."""
-    lines = [
-        f"{summary.output}: {summary.quantised} of {summary.linears} linears in FP8, "
-        f"{_gb(summary.source_bytes)} -> {_gb(summary.output_bytes)} in {summary.seconds:.0f} s",
-    ]
+    sizes = f"{_gb(summary.source_bytes)} -> {_gb(summary.output_bytes)}"
+    share = f"{summary.quantised} of {summary.linears} linears in FP8"
+    lines = [f"{summary.output}: {share}, {sizes} in {summary.seconds:.0f} s"]
     worst = summary.worst()
     if worst:
         lines.append("largest relative errors:")

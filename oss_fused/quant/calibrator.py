@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from oss_fused.errors import CheckpointError, OssFusedError
+from oss_fused.errors import CheckpointError, DatasetError, OssFusedError
 from oss_fused.quant.checkpoint.assets import copy_assets, write_config, write_model_card
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
+from oss_fused.quant.dataset import file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerFindings
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.plan import Plan, Step, make_plan
 from oss_fused.quant.recipe import Recipe
+from oss_fused.quant.streaming import LayerStream
 
 Progress = Callable[[Iterable[Step]], Iterable[Step]]
 
@@ -88,6 +90,7 @@ class Run:
         check_output(options)
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: Plan = make_plan(self.skeleton, recipe)
+        self.samples = self._load_samples()
 
     @property
     def output_bytes(self) -> int:
@@ -103,16 +106,20 @@ class Run:
         """
         start = time.monotonic()
         options, plan = self.options, self.plan
-        identity = self.recipe.digest(self.reader.identity(), options.max_shard_bytes)
+        dataset = self.recipe.dataset
+        identity = self.recipe.digest(
+            self.reader.identity(), options.max_shard_bytes, dataset and file_digest(dataset)
+        )
         writer = CheckpointWriter(
             options.output, plan.specs, options.max_shard_bytes, identity, options.resume
         )
         exporter = Exporter(plan, self.reader, writer, self.device)
+        stream = None
+        if self.samples:
+            stream = LayerStream(self.skeleton, plan, self.samples, self.device, writer.state)
         steps = iter(progress(plan.steps))
-        for _, group in itertools.groupby(steps, key=lambda step: step.layer):
-            findings = LayerFindings()
-            for step in group:
-                exporter.run(step, findings)
+        for layer, group in itertools.groupby(steps, key=lambda step: step.layer):
+            self._run_group(layer, list(group), exporter, stream)
         summary = Summary(
             output=options.output,
             source_bytes=self.reader.total_bytes(),
@@ -126,6 +133,40 @@ class Run:
         self._write_assets(writer, summary)
         writer.finish()
         return summary
+
+    def _run_group(
+        self, layer: int | None, group: list[Step], exporter: Exporter, stream: LayerStream | None
+    ) -> None:
+        """The steps of one decoder layer, or of what lies before or after the layers."""
+        findings = LayerFindings()
+        if stream is not None and layer is not None and layer >= stream.next_layer:
+            findings = stream.run(layer)
+        elif stream is not None and stream.next_layer == self.skeleton.layers:
+            findings = stream.run_head()
+        for step in group:
+            exporter.run(step, findings)
+        if stream is not None and layer is not None and layer >= stream.next_layer:
+            stream.commit(layer)
+
+    def _load_samples(self) -> list[torch.Tensor]:
+        recipe, limit = self.recipe, getattr(self.skeleton.config, "max_position_embeddings", None)
+        if recipe.dataset is None:
+            return []
+        if limit is not None and recipe.max_seq_length > limit:
+            raise DatasetError(
+                f"--max-seq-length={recipe.max_seq_length}: the model's context is {limit} tokens"
+            )
+        tokenizer = load_tokenizer(self.reader.folder)
+        samples = load_samples(
+            recipe.dataset, tokenizer, recipe.num_samples, recipe.max_seq_length, recipe.seed
+        )
+        largest = max(int(sample.max()) for sample in samples)
+        if largest >= self.skeleton.config.vocab_size:
+            raise DatasetError(
+                f"--dataset={recipe.dataset!r}: the tokenizer gives id {largest}, the model has "
+                f"{self.skeleton.config.vocab_size}; is the tokenizer of another model?"
+            )
+        return samples
 
     def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
         copy_assets(self.reader.folder, writer.partial)

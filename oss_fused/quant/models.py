@@ -135,5 +135,7 @@ def _build(config: Any) -> nn.Module:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    # one expert after the other: the forward that any device and dtype runs
+    config._experts_implementation = "eager"
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

@@ -115,7 +115,7 @@ class CheckpointWriter:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         with open(self.partial / place.file, "r+b") as handle:
             handle.seek(place.start)
-            handle.write(memoryview(data))
+            handle.write(data.data)
 
     def done(self, step: str, facts: dict[str, Any]) -> None:
         """Note that every tensor of ``step`` is written; ``facts`` come back after a resume."""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+"""What is watched while a layer runs: inputs of linears, and the keys and values it caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from oss_fused.errors import NumericalOverflowError
+from oss_fused.quant.formats import amax_to_scale, fake_quantize
+
+
+class AmaxObserver:
+    """Largest magnitude seen, as float32 [1].
+
+    Raises (on use):
+        NumericalOverflowError: NaN or Inf was seen, or nothing was; names what is watched.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Watch ``what``, a name for messages."""
+        self.what = what
+        self.amax: torch.Tensor | None = None
+
+    def see(self, x: torch.Tensor) -> None:
+        """Take a tensor of any shape into account."""
+        if x.numel():
+            amax = x.detach().abs().amax().float().view(1)
+            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+
+    def scale(self) -> torch.Tensor:
+        """The static scale [1] that maps the largest magnitude to the format's largest value."""
+        if self.amax is None:
+            raise NumericalOverflowError(f"{self.what}: no calibration sample reached it")
+        if not self.amax.isfinite().all():
+            raise NumericalOverflowError(f"{self.what}: NaN or Inf on calibration data")
+        return amax_to_scale(self.amax).cpu()
+
+
+class CacheObserver:
+    """Stands in for a KV cache: a layer hands it the keys and values that serving would cache.
+
+    With ``scales`` it returns them as an FP8 cache would.
+    """
+
+    def __init__(self, module: str) -> None:
+        """Watch the attention ``module``."""
+        self.key = AmaxObserver(f"{module}.k_scale")
+        self.value = AmaxObserver(f"{module}.v_scale")
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note keys and values [B, H, T, D] and return what attention reads."""
+        if self.scales is None:
+            self.key.see(key)
+            self.value.see(value)
+            return key, value
+        k_scale, v_scale = (scale.to(key.device) for scale in self.scales)
+        return fake_quantize(key, "tensor", k_scale), fake_quantize(value, "tensor", v_scale)
+
+    def freeze(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fix the scales from what was seen, and quantise from now on."""
+        self.scales = (self.key.scale(), self.value.scale())
+        return self.scales
+
+
+class OutputError:
+    """Relative RMS error of a linear's output against the exact weight on the same exact input."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Compare against ``weight`` [N, K] and ``bias`` [N]."""
+        self.weight, self.bias = weight, bias
+        self.difference = self.norm = 0.0
+
+    def see(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Compare the output [..., N] for the input [..., K]."""
+        exact = nn.functional.linear(x, self.weight, self.bias)
+        self.difference += float((output - exact).float().square().sum())
+        self.norm += float(exact.float().square().sum())
+
+    def value(self) -> float:
+        """The error over all outputs seen; 0 if they are all zero."""
+        return (self.difference / self.norm) ** 0.5 if self.norm else 0.0
+
+
+def watch_inputs(
+    modules: dict[str, nn.Module], see: Callable[[str, torch.Tensor], None]
+) -> list[Any]:
+    """Call ``see(name, input)`` before each module runs; returns the hooks' handles."""
+    handles = []
+    for name, module in modules.items():
+
+        def hook(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+            see(name, inputs[0])
+
+        handles.append(module.register_forward_pre_hook(hook))
+    return handles
