@@ -6,6 +6,10 @@ from __future__ import annotations
 import torch
 
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels import tiles
+from oss_fused.kernels.triton.gemm_gemv import gemm_gemv
+from oss_fused.kernels.triton.gemm_large import gemm_large
+from oss_fused.kernels.triton.gemm_swap import gemm_swap
 from oss_fused.kernels.triton.gemm_tile import gemm_tile
 from oss_fused.kernels.triton.quantize import quantize_fp8
 from oss_fused.kernels.validation import (
@@ -17,6 +21,13 @@ from oss_fused.kernels.validation import (
     check_out_dtype,
     check_scale,
 )
+
+_KERNELS = {"gemv": gemm_gemv, "swap": gemm_swap, "large": gemm_large, "tile": gemm_tile}
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether 16-byte loads and tensor descriptors can address the rows of ``tensor``."""
+    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0
 
 
 def fp8_gemm(
@@ -32,8 +43,14 @@ def fp8_gemm(
     check_dtype("b", b, (FP8,))
     check_out_dtype(out_dtype)
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    if out.numel():
-        gemm_tile(as_rows(a), as_rows(b), a_scale, b_scale, bias, out)
+    if out.numel() == 0:
+        return out
+    a, b = as_rows(a), as_rows(b)
+    config = dict(tiles.gemm_tile(a.device, a.shape[0], b.shape[0], a.shape[1]))
+    kernel = _KERNELS[config.pop("kernel")]
+    if kernel is not gemm_tile and not (_aligned(a) and _aligned(b)):
+        kernel, config = gemm_tile, {}
+    kernel(a, b, a_scale, b_scale, bias, out, **config)
     return out
 
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""Tile choices: a table per device (JSON) and a deterministic rule for everything else.
+
+A table ``<device>.json`` maps an operation to ``{"<rows>x<N>x<K>": {"kernel": ..., tile sizes}}``,
+rows being an upper bound of ROW_BUCKETS. Nothing is tuned while a model runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any
+
+import torch
+
+# a kernel is compiled once per bucket; the number of rows inside one is a run-time argument
+ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+
+
+def row_bucket(rows: int) -> int:
+    """Smallest bucket that holds ``rows``; the last one beyond that."""
+    return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
+
+
+@functools.cache
+def load_table(device_name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """The table of a device by its name, e.g. "NVIDIA H200"; empty if there is none."""
+    file = resources.files(__name__) / f"{re.sub(r'[^a-z0-9]+', '_', device_name.lower())}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def gemm_tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
+    """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K]."""
+    return _gemm_tile(device, row_bucket(m), n, k)
+
+
+@functools.cache
+def _gemm_tile(device: torch.device, bucket: int, n: int, k: int) -> dict[str, Any]:
+    table = load_table(_device_name(device)).get("fp8_gemm", {})
+    return table.get(f"{bucket}x{n}x{k}") or gemm_rule(bucket, n, k)
+
+
+def gemm_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
+    """The tile of a shape that no table has; measured best on average over an H200's shapes."""
+    if k % 16:
+        return {"kernel": "tile"}
+    if bucket <= 2:
+        return {"kernel": "gemv", "rows_n": 8, "block_k": 2048, "num_warps": 4}
+    if bucket <= 64:
+        return {"kernel": "swap", "block_m": max(bucket, 16)}
+    return {"kernel": "large"}

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""FP8 GEMM for many rows: persistent CTAs, operands through tensor descriptors (TMA).
+
+One CTA per multiprocessor walks over output tiles, GROUP_M row blocks at a time so that their
+operands stay in L2; the next tile's loads run under the epilogue of the last. The tensor cores
+sum in their own accumulator over all of K (as CUTLASS's fast accumulation and cuBLASLt do).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from oss_fused.kernels.triton.numerics import dot_fp8, round_to
+
+
+@triton.jit
+def _tile_of(index, blocks_m, blocks_n, GROUP_M: tl.constexpr):
+    group = index // (GROUP_M * blocks_n)
+    inside = index % (GROUP_M * blocks_n)
+    size = tl.minimum(blocks_m - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + inside % size, inside // size
+
+
+@triton.jit
+def _store_tile(acc, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS):
+    in_m = offs_m < m
+    in_n = offs_n < n
+    if A_ROWS:
+        acc *= tl.load(a_scale + offs_m, mask=in_m, other=0.0)[:, None]
+    else:
+        acc *= tl.load(a_scale)
+    if B_ROWS:
+        acc *= tl.load(b_scale + offs_n, mask=in_n, other=0.0)[None, :]
+    else:
+        acc *= tl.load(b_scale)
+    if bias is not None:
+        acc += tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + offs_m.to(tl.int64)[:, None] * n + offs_n[None, :],
+        round_to(acc, out.dtype.element_ty),
+        mask=in_m[:, None] & in_n[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["m"])
+def _gemm_large_kernel(
+    a_desc,
+    b_desc,
+    a_scale,
+    b_scale,
+    bias,
+    out,
+    m,
+    n,
+    k,
+    A_ROWS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):
+    blocks_m = tl.cdiv(m, BLOCK_M)
+    blocks_n = tl.cdiv(n, BLOCK_N)
+    for index in tl.range(
+        tl.program_id(0),
+        blocks_m * blocks_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+    ):
+        block_m, block_n = _tile_of(index, blocks_m, blocks_n, GROUP_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.cdiv(k, BLOCK_K), warp_specialize=WARP_SPECIALIZE):
+            tile_a = a_desc.load([block_m * BLOCK_M, step * BLOCK_K])
+            tile_b = b_desc.load([block_n * BLOCK_N, step * BLOCK_K])
+            acc = dot_fp8(tile_a, tile_b.T, acc)
+        offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        if SUBTILES == 2:
+            # halves of the tile, so that the store's staging buffer leaves room for a stage
+            halves = acc.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1)
+            left, right = tl.split(halves)
+            offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+            _store_tile(left, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
+            offs_n += BLOCK_N // 2
+            _store_tile(right, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
+        else:
+            offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            _store_tile(acc, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def gemm_large(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    block_m: int = 128,
+    block_n: int = 256,
+    block_k: int = 128,
+    group_m: int = 8,
+    subtiles: int = 2,
+    flatten: bool = True,
+    warp_specialize: bool = False,
+    num_stages: int = 3,
+    num_warps: int = 8,
+    persistent: bool = True,
+) -> None:
+    """Launch; K and the row strides must be multiples of 16."""
+    m, k = a.shape
+    n = b.shape[0]
+    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+    _gemm_large_kernel[(min(tiles, _multiprocessors(a.device)) if persistent else tiles,)](
+        TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k]),
+        TensorDescriptor(b, list(b.shape), list(b.stride()), [block_n, block_k]),
+        a_scale,
+        b_scale,
+        bias,
+        out,
+        m,
+        n,
+        k,
+        A_ROWS=a_scale.numel() != 1,
+        B_ROWS=b_scale.numel() != 1,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP_M=group_m,
+        SUBTILES=subtiles,
+        FLATTEN=flatten,
+        WARP_SPECIALIZE=warp_specialize,
+        num_stages=num_stages,
+        num_warps=num_warps,
+    )

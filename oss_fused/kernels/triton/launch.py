@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: MIT
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+
+A kernel launched with ``launch_pdl=True`` may touch weights at once, since nothing writes them
+while a model serves. Everything else, outputs included, comes after ``wait_for_inputs``: the
+allocator may have handed us memory that the kernel before still reads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.triton.numerics import INTERPRETED
+
+
+@triton.jit
+def start_next():
+    """Let the next kernel of the stream start; it waits for our end before it reads our output."""
+    if not INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs():
+    """Wait until the kernels before this one have finished and their writes are visible."""
+    if not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(pointers, n_bytes):
+    """Ask L2 for ``n_bytes`` (a multiple of 16) from each 16-byte aligned address."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [pointers.to(tl.int64), n_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@functools.cache
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels written for programmatic dependent launch (Hopper and later)."""
+    if device.type != "cuda" or INTERPRETED.value:
+        return {}
+    return {"launch_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
