@@ -4,6 +4,7 @@
 # operation -> module of this package that holds the function of that name
 OPERATIONS: dict[str, str] = {
     "add_rms_norm_quant": "norm",
+    "decode_attention": "attention_decode",
     "dequantize_fp8": "quantize",
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",

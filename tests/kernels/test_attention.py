@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT
+"""decode_attention against its reference: windows, sinks, splits, pages, FP8, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import oss_fused.ops  # noqa: F401
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.registry import get_kernel
+
+FP8 = torch.float8_e4m3fn
+# bf16 weights of the softmax and a bf16 result: two roundings of 2^-9 on values near 1
+TOLERANCE = {"atol": 1.5e-2, "rtol": 2e-2}
+
+
+def make(device, lens, q_heads=8, heads=2, dim=64, page=16, dtype=torch.bfloat16, cache=None):
+    torch.manual_seed(0)
+    rows, pages_per_row = len(lens), -(-max([*lens, 1]) // page)
+    pages = rows * pages_per_row + 1
+    # vLLM's layout: [pages, heads, page_size, 2 * dim], unused slots hold anything, NaN here
+    kv = torch.full((pages, heads, page, 2 * dim), float("nan"), dtype=dtype)
+    table = torch.randperm(pages - 1)[: rows * pages_per_row].view(rows, -1).int() + 1
+    for row, length in enumerate(lens):
+        for position in range(length):
+            kv[table[row, position // page], :, position % page] = torch.randn(heads, 2 * dim).to(
+                dtype
+            )
+    keys, values = kv.to(cache or dtype).to(device).transpose(1, 2).split(dim, -1)
+    query = torch.randn(rows, q_heads, dim).to(device, dtype)
+    out = torch.full_like(query, float("nan"))
+    arrivals = torch.zeros(rows * heads + 3, dtype=torch.int32, device=device)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    return [query, keys, values, table.to(device), seq_lens, out, arrivals]
+
+
+def both(args, scale=0.125, window=0, sinks=None, q=None, k=None, v=None):
+    results = []
+    for backend in ("torch", "triton"):
+        call = [*args[:5], torch.full_like(args[5], float("nan")), args[6]]
+        get_kernel(backend, "decode_attention")(*call, scale, window, sinks, q, k, v)
+        results.append(call[5])
+    assert not args[6].any(), "arrivals are left at zero"
+    return results
+
+
+@pytest.mark.parametrize(
+    ("lens", "window", "sinks"),
+    [
+        ([1], 0, True),
+        ([64], 0, False),
+        ([200, 129], 0, True),
+        ([300, 5], 128, True),
+        ([131], 48, False),
+    ],
+    ids=str,
+)
+def test_equals_reference(device, lens, window, sinks):
+    args = make(device, lens)
+    sink = torch.linspace(-1, 2, 8, device=device).bfloat16() if sinks else None
+    expected, actual = both(args, window=window, sinks=sink)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "heads", "dim", "page", "dtype"),
+    [
+        (9, 3, 64, 16, torch.bfloat16),
+        (4, 4, 128, 32, torch.float16),
+        (16, 1, 80, 8, torch.bfloat16),
+        (32, 1, 32, 64, torch.bfloat16),
+    ],
+)
+def test_other_shapes(device, q_heads, heads, dim, page, dtype):
+    args = make(device, [70, 17], q_heads, heads, dim, page, dtype)
+    expected, actual = both(args)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_fp8_cache_and_query(device):
+    args = make(device, [100, 33], cache=FP8)
+    scales = [torch.tensor([s], device=device) for s in (0.5, 1.5, 0.25)]
+    expected, actual = both(args, k=scales[1], v=scales[2])
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    args[0] = args[0].to(FP8)
+    expected, actual = both(args, q=scales[0], k=scales[1], v=scales[2])
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_padding_rows_give_zero_and_empty_batch_is_fine(device):
+    args = make(device, [40, 0])
+    expected, actual = both(args)
+    assert not actual[1].any()
+    torch.testing.assert_close(actual[0], expected[0], **TOLERANCE)
+    empty = [args[0][:0], args[1], args[2], args[3][:0], args[4][:0], args[5][:0], args[6]]
+    for backend in ("torch", "triton"):
+        get_kernel(backend, "decode_attention")(*empty, 0.1, 0, None, None, None, None)
+
+
+def test_nan_stays_in_its_row_and_head(device):
+    args = make(device, [40, 70])
+    args[0][0, 1, 5] = float("nan")
+    _, actual = both(args)
+    assert actual[0, 1].isnan().all()
+    assert actual[0, 0].isfinite().all() and actual[1].isfinite().all()
+
+
+def test_strided_query(device):
+    args = make(device, [40, 70])
+    wide = torch.cat([args[0], torch.randn_like(args[0])], 1)
+    expected, _ = both(args)
+    args[0] = wide[:, :8]
+    _, actual = both(args)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_opcheck(device):
+    args = make(device, [20, 3])
+    torch.library.opcheck(
+        torch.ops.oss_fused.decode_attention,
+        (*args, 0.125, 0, None, None, None, None),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_bad_input_names_the_argument(device):
+    args = make(device, [20, 3])
+    call = torch.ops.oss_fused.decode_attention
+    tail = (0.125, 0, None, None, None, None)
+    with pytest.raises(ShapeMismatchError, match="query"):
+        call(args[0][0], *args[1:], *tail)
+    with pytest.raises(ShapeMismatchError, match="arrivals"):
+        call(*args[:6], args[6][:1], *tail)
+    with pytest.raises(UnsupportedDtypeError, match="seq_lens"):
+        call(*args[:4], args[4].long(), *args[5:], *tail)
+    with pytest.raises(ShapeMismatchError, match="key_cache"):
+        call(args[0][:, :7], *args[1:5], args[5][:, :7], args[6], *tail)
+
+
+@pytest.mark.gpu
+def test_many_splits_in_a_graph_give_the_same_bits(device):
+    args = make(device, [4000], q_heads=64, heads=8)
+    tail = (0.125, 0, torch.zeros(64, device=device).bfloat16(), None, None, None)
+    run = lambda: torch.ops.oss_fused.decode_attention(*args, *tail)  # noqa: E731
+    run()
+    first = args[5].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        args[5].fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(args[5], first)
+    expected, _ = both(args, sinks=tail[2])
+    torch.testing.assert_close(first, expected, **TOLERANCE)
