@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """A byte-level BPE tokenizer built from nothing, for random models on machines without a hub.
 
-Its vocabulary is the 256 bytes, then a space with one, two and three lower-case letters while there
-is room. Random token ids therefore decode to text that encodes to the same ids, apart from stray
-bytes, which is what `vllm bench serve --dataset-name random` needs for prompts of exact length.
+Its vocabulary is the 256 bytes, then a space with one to four lower-case letters until the model's
+vocabulary is full. Random token ids therefore decode to text that encodes to the same ids, apart
+from stray bytes, which is what `vllm bench serve --dataset-name random` needs for prompts of exact
+length, and every token that a random model samples is a piece of text, as with a real one.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import itertools
 import string
 from pathlib import Path
 
-# one header, one end-of-turn and one end-of-text token per family, as the real tokenizers have
+# start of text, padding and end of turn come first: see save_tokenizer
 SPECIALS: dict[str, list[str]] = {
     "gpt-oss": [
-        *("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|message|>"),
-        *("<|end|>", "<|channel|>", "<|call|>"),
+        *("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>"),
+        *("<|start|>", "<|end|>", "<|message|>", "<|call|>"),
     ],
     "llama": [
         *("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>"),
         "<|end_header_id|>",
     ],
-    "qwen": ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+    "qwen": ["<|startoftext|>", "<|endoftext|>", "<|im_end|>", "<|im_start|>"],
 }
+# ids of gpt-oss's special tokens in its own vocabulary, which vLLM's chat endpoint relies on
+_HARMONY_VOCAB = 201088
+_HARMONY_FIRST = 199998
+_HARMONY_IDS = (199998, 199999, 200002, 200003, 200005, 200006, 200007, 200008, 200012)
 TEMPLATES: dict[str, str] = {
     "gpt-oss": "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
@@ -35,16 +40,24 @@ TEMPLATES: dict[str, str] = {
 }
 
 
+def special_tokens(family: str, vocab_size: int) -> list[str]:
+    """Special tokens of ``family``, which take the last ids of a vocabulary of ``vocab_size``."""
+    if family != "gpt-oss" or vocab_size != _HARMONY_VOCAB:
+        return SPECIALS[family]
+    named = dict(zip(_HARMONY_IDS, SPECIALS[family]))
+    ids = range(_HARMONY_FIRST, _HARMONY_VOCAB)
+    return [named.get(number, f"<|reserved_{number}|>") for number in ids]
+
+
 def vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Tokens with ids, and merges, of at most ``size`` tokens (256 bytes at least)."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     tokens = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
-    for length in (1, 2, 3):
-        for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            if len(tokens) >= size:
-                break
+    for length in (1, 2, 3, 4):
+        words = itertools.product(string.ascii_lowercase, repeat=length)
+        for letters in itertools.islice(words, size - len(tokens)):
             word = "Ġ" + "".join(letters)  # Ġ stands for the space
             tokens.append(word)
             merges.append((word[:-1], word[-1]))
@@ -57,7 +70,7 @@ def save_tokenizer(folder: Path, family: str, vocab_size: int, max_length: int) 
     Args:
         folder: the checkpoint folder.
         family: decides the special tokens and the chat template.
-        vocab_size: the model's vocabulary; the tokenizer never exceeds it.
+        vocab_size: the model's vocabulary; the tokenizer fills it.
         max_length: the model's context length.
 
     Returns:
@@ -66,14 +79,13 @@ def save_tokenizer(folder: Path, family: str, vocab_size: int, max_length: int) 
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    specials = SPECIALS[family]
+    specials = special_tokens(family, vocab_size)
     vocab, merges = vocabulary(vocab_size - len(specials))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
-    bos, pad = specials[0], specials[1] if family != "qwen" else specials[0]
-    eos = specials[1] if family == "qwen" else specials[2]
+    bos, pad, eos = SPECIALS[family][:3]
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""Condenses a comparison's measurements: medians per load, ratios with spread, named figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from oss_fused.bench.folder import write_json
+
+# figures that get a ratio against the baseline
+COMPARED = ("output_throughput", "p50_ttft_ms", "p50_tpot_ms", "p50_itl_ms")
+
+
+def condense(
+    measurements: Sequence[Mapping[str, Any]], arms: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One dict per load, in the order measured.
+
+    Ratios are taken between arms of the same round and repeat, which saw the same prompts.
+
+    Args:
+        measurements: as compare.run returns them.
+        arms: names; the first is the baseline.
+
+    Returns:
+        Per load: "concurrency", "input_len", "output_len", "num_prompts" and "arms": name ->
+        {"figures": medians, "ratios": figure -> {"median", "min", "max", "values"}}.
+    """
+    loads: dict[tuple[int, int, int, int], dict[str, dict[tuple[int, int], Any]]] = {}
+    for row in measurements:
+        key = (row["concurrency"], row["input_len"], row["output_len"], row["num_prompts"])
+        runs = loads.setdefault(key, {}).setdefault(row["arm"], {})
+        runs[row["round"], row["repeat"]] = row["figures"]
+    cells = []
+    for key, by_arm in loads.items():
+        names = ("concurrency", "input_len", "output_len", "num_prompts")
+        cell: dict[str, Any] = {**dict(zip(names, key)), "arms": {}}
+        baseline = by_arm[arms[0]]
+        for name in arms:
+            runs = by_arm[name]
+            figures = {
+                figure: statistics.median(run[figure] for run in runs.values())
+                for figure in next(iter(runs.values()))
+            }
+            ratios = {}
+            for figure in COMPARED if name != arms[0] else ():
+                values = [
+                    run[figure] / baseline[at][figure]
+                    for at, run in runs.items()
+                    if at in baseline and baseline[at].get(figure)
+                ]
+                if values:
+                    ratios[figure] = {
+                        "median": statistics.median(values),
+                        "min": min(values),
+                        "max": max(values),
+                        "values": values,
+                    }
+            cell["arms"][name] = {"figures": figures, "ratios": ratios}
+        cells.append(cell)
+    return cells
+
+
+def named_ratios(
+    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, file: str
+) -> dict[str, dict[str, Any]]:
+    """Ratios of output tok/s under flat names: ``<prefix>.ratio_c<concurrency>``.
+
+    Loads of other lengths than the first get ``_<input>x<output>`` appended.
+
+    Args:
+        cells: as ``condense`` returns them.
+        candidate: the arm.
+        prefix: such as ``main_job.gpt_oss_20b``.
+        file: where the detail is, for the reader.
+    """
+    first = (cells[0]["input_len"], cells[0]["output_len"])
+    named = {}
+    for cell in cells:
+        lengths = (cell["input_len"], cell["output_len"])
+        suffix = "" if lengths == first else f"_{lengths[0]}x{lengths[1]}"
+        ratio = cell["arms"][candidate]["ratios"]["output_throughput"]
+        named[f"{prefix}.ratio_c{cell['concurrency']}{suffix}"] = {
+            "value": round(ratio["median"], 4),
+            "file": file,
+        }
+    return named
+
+
+def merge_summary(path: Path, figures: Mapping[str, Any]) -> None:
+    """Add ``figures`` to the flat JSON object in ``path``, creating it if need be.
+
+    Args:
+        path: such as docs/results/h200/summary.json.
+        figures: name -> number or {"value": number, "file": path of the detail}.
+
+    Raises:
+        ValueError: the file holds something else than one JSON object.
+    """
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    if not isinstance(known, dict):
+        raise ValueError(f"summary {path}: expected one JSON object, found {type(known).__name__}")
+    write_json(path, dict(sorted({**known, **figures}.items())))
+
+
+def relative(file: Path, summary: Path) -> str:
+    """``file`` as seen from the folder of ``summary``."""
+    return os.path.relpath(file.resolve(), summary.resolve().parent)

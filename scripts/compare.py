@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Serve models with `vllm serve`, measure each with `vllm bench serve`, and compare them.
+
+The first --arm is the baseline. An arm is NAME=MODEL with any `vllm serve` flags after it, and
+environment variables before the model:
+
+  compare.py --arm bf16=models/M --arm "oss_fp8=models/M --quantization oss_fp8" --output results/m
+  compare.py --arm "a=OSS_FUSED_BACKEND=torch M" --arm "b=OSS_FUSED_BACKEND=triton M" --output ...
+
+Writes results.json (every run, environment, settings), report.md, chart.png and server-logs.txt,
+all of them or none. Servers are stopped whatever happens. On a GPU, one start-up instead of
+several: --rounds 1 --repeats 3 --together --serve-flags="--cudagraph-capture-sizes 1 2 4 8 16 32".
+
+Exit codes: 0 compared, 1 a server failed, 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from oss_fused.bench import compare, report, summary
+from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.folder import atomic_folder, write_json
+from oss_fused.bench.processes import Terminated, signals_as_exceptions
+from oss_fused.errors import CheckpointError, OssFusedError
+
+
+def main() -> int:
+    """Parse the command line, compare, write the results."""
+    parser = make_parser()
+    args = parser.parse_args()
+    try:
+        if args.render:
+            folder = args.render
+            results = json.loads((folder / "results.json").read_text())
+        else:
+            check(parser, args)
+            folder, results = args.output, measure(args)
+        add_to_summary(args, folder / "results.json", results)
+    except CheckpointError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    except (OssFusedError, OSError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Terminated) as error:
+        print(f"compare: stopped by {type(error).__name__}; servers ended", file=sys.stderr)
+        return 130
+    print(report.markdown(results, chart=None), file=sys.stderr)
+    print(f"wrote {folder}/report.md, results.json, chart.png", file=sys.stderr)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Command line of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--arm",
+        action="append",
+        default=[],
+        type=argument(compare.parse_arm),
+        metavar="ARM",
+        help='"NAME=[VAR=VALUE ...] MODEL [flags]"; the first is the baseline; repeat it',
+    )
+    add("--output", type=Path, help="folder for the results; must not exist")
+    add("--overwrite", action="store_true", help="replace an earlier comparison in --output")
+    load = parser.add_argument_group("load")
+    add = load.add_argument
+    add(
+        "--concurrency",
+        type=positive,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="concurrent requests (default: 1 8)",
+    )
+    add(
+        "--lengths",
+        type=argument(compare.parse_lengths),
+        nargs="+",
+        default=[(128, 128)],
+        metavar="IN:OUT",
+        help="tokens in and out of a request (default: 128:128)",
+    )
+    add(
+        "--num-prompts",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="requests per load: one number, or one per concurrency (default: 4 x it, >= 8)",
+    )
+    add("--rounds", type=positive, default=2, help="times every arm is served (default: 2)")
+    add("--repeats", type=positive, default=1, help="runs of the grid per round (default: 1)")
+    add("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    serve = parser.add_argument_group("servers")
+    add = serve.add_argument
+    add(
+        "--together",
+        action="store_true",
+        help="keep all servers up at once (they must fit the device) and alternate load by load",
+    )
+    add(
+        "--serve-flags",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help='`vllm serve` flags for every arm, as one word: --serve-flags="--max-num-seqs 64"',
+    )
+    add(
+        "--bench-flags",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help="further `vllm bench serve` flags, as one word",
+    )
+    add("--port", type=int, help="first port (default: free ones)")
+    add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
+    after = parser.add_argument_group("results")
+    add = after.add_argument
+    add("--quality", type=Path, help="JSON of evaluate.py, to include in the report")
+    add("--summary", type=Path, help="flat JSON to merge ratios into")
+    add("--summary-prefix", help="name before .ratio_c1 etc., such as main_job.gpt_oss_20b")
+    add("--summary-arm", help="the arm of those ratios (default: the second)")
+    add(
+        "--render",
+        type=Path,
+        metavar="FOLDER",
+        help="measure nothing: take results.json of this folder, for --summary",
+    )
+    return parser
+
+
+def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` for argparse, which shows the message of a ValueError only in its own wrapping."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
+    return value
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error where arguments contradict each other or files are missing."""
+    if not args.arm or not args.output:
+        parser.error("--arm and --output are required (or --render)")
+    names = [arm.name for arm in args.arm]
+    if len(set(names)) != len(names):
+        parser.error(f"--arm: names must differ, got {', '.join(names)}")
+    for arm in args.arm:
+        looks_local = arm.model.startswith((".", "/", "~")) or arm.model.count("/") != 1
+        if not Path(arm.model).is_dir() and looks_local:
+            parser.error(f"--arm {arm.name}: {arm.model}: no such folder")
+    if args.port is not None and not 0 < args.port <= 65535 - len(names):
+        parser.error(f"--port {args.port}: expected 1 to {65535 - len(names)}")
+    if args.summary and (not args.summary_prefix or len(names) < 2):
+        parser.error("--summary: needs --summary-prefix and at least two arms")
+    if args.summary_arm and args.summary_arm not in names[1:]:
+        parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(names[1:])}")
+    if args.quality and not args.quality.is_file():
+        parser.error(f"--quality {args.quality}: no such file")
+    try:
+        args.grid = compare.make_grid(args.lengths, args.concurrency, args.num_prompts)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.output.exists() and not args.overwrite:
+        parser.error(f"--output {args.output}: exists; choose another, or pass --overwrite")
+    if args.overwrite and args.output.exists() and not (args.output / "results.json").is_file():
+        parser.error(f"--output {args.output}: is no earlier comparison; not overwriting it")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the comparison and write its folder."""
+    plan = compare.Plan(
+        arms=args.arm,
+        grid=args.grid,
+        rounds=args.rounds,
+        repeats=args.repeats,
+        together=args.together,
+        gpu=has_gpu(),
+        serve_flags=args.serve_flags,
+        bench_flags=args.bench_flags,
+        port=args.port,
+        seed=args.seed,
+        startup_timeout=args.startup_timeout,
+    )
+    environment = fingerprint()
+    logs = Path(tempfile.mkdtemp(prefix="oss-fused-compare-"))
+    with signals_as_exceptions():
+        measured = compare.run(plan, logs)
+    results: dict[str, Any] = {
+        "kind": "oss_fused.compare",
+        "version": 1,
+        "environment": environment,
+        "settings": settings_of(args),
+        **measured,
+        "cells": summary.condense(measured["measurements"], [arm.name for arm in args.arm]),
+        "quality": json.loads(args.quality.read_text()) if args.quality else None,
+    }
+    if args.overwrite and args.output.exists():
+        shutil.rmtree(args.output)
+    with atomic_folder(args.output) as folder:
+        write_json(folder / "results.json", results)
+        (folder / "report.md").write_text(report.markdown(results))
+        report.draw_chart(results, folder / "chart.png")
+        with (folder / "server-logs.txt").open("w") as everything:
+            for log in sorted(logs.glob("*.log")):
+                everything.write(f"==== {log.name}\n{log.read_text(errors='replace')}\n")
+    shutil.rmtree(logs, ignore_errors=True)
+    return results
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the measurement, JSON-ready."""
+    names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "together", "seed")
+    return {name: getattr(args, name) for name in (*names, "serve_flags", "bench_flags")}
+
+
+def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]) -> None:
+    """Merge the ratios into --summary, if given."""
+    if not args.summary:
+        return
+    arm = args.summary_arm or list(results["arms"])[1]
+    where = summary.relative(file, args.summary)
+    figures = summary.named_ratios(results["cells"], arm, args.summary_prefix, where)
+    summary.merge_summary(args.summary, figures)
+    for name, figure in figures.items():
+        print(f"{name} = {figure['value']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
