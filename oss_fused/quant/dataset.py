@@ -60,14 +60,12 @@ def load_samples(
     if not text.strip():
         raise DatasetError(f"--dataset={str(path)!r}: the file is empty")
     if path.suffix.lower() in JSON_SUFFIXES:
-        lines = _rows(path, text)
+        samples = [_tokens(path, number, row, tokenizer) for number, row in _rows(path, text)]
     else:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         windows = [ids[i : i + max_seq_length] for i in range(0, len(ids), max_seq_length)]
         # a short rest would count as much as a full window
-        lines = [w for w in windows if len(w) == max_seq_length] or windows
-        return _choose(path, [list(w) for w in lines], num_samples, max_seq_length, seed)
-    samples = [_tokens(path, number, row, tokenizer) for number, row in lines]
+        samples = [w for w in windows if len(w) == max_seq_length] or windows
     return _choose(path, samples, num_samples, max_seq_length, seed)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class OutputError:
 
 
 def watch_inputs(
-    modules: dict[str, nn.Module], see: Callable[[str, torch.Tensor], None]
+    modules: Mapping[str, nn.Module], see: Callable[[str, torch.Tensor], None]
 ) -> list[Any]:
     """Call ``see(name, input)`` before each module runs; returns the hooks' handles."""
     handles = []

@@ -65,7 +65,7 @@ class LayerStream:
         self.skeleton, self.plan, self.device, self.state = skeleton, plan, device, state
         self.reader = skeleton.reader
         self.config = skeleton.config
-        self.inner = skeleton.model.model
+        self.inner: Any = skeleton.model.model
         self._arguments: dict[int, list[dict[str, Any]]] = {}
         self._lengths = [len(sample) for sample in samples]
         saved = self._saved_layers()
@@ -131,7 +131,7 @@ class LayerStream:
                 self._path(layer).unlink()
 
     def _observe(
-        self, layer: nn.Module, index: int, linears: dict[str, nn.Module], cache: CacheObserver
+        self, layer: Any, index: int, linears: dict[str, nn.Linear], cache: CacheObserver
     ) -> LayerFindings:
         """Run with exact weights; return the static input scales."""
         static = {
@@ -152,7 +152,7 @@ class LayerStream:
         return findings
 
     def _quantise(
-        self, linears: dict[str, nn.Module], findings: LayerFindings
+        self, linears: dict[str, nn.Linear], findings: LayerFindings
     ) -> dict[str, tuple[OutputError, Any]]:
         """Make every chosen linear compute as it will be served."""
         errors = {}
@@ -171,7 +171,7 @@ class LayerStream:
             errors[name] = (error, handle)
         return errors
 
-    def _quantise_experts(self, layer: nn.Module) -> None:
+    def _quantise_experts(self, layer: Any) -> None:
         if self.plan.experts != "fp8":
             return
         experts = layer.mlp.experts
@@ -186,7 +186,7 @@ class LayerStream:
 
     def _advance(
         self,
-        layer: nn.Module,
+        layer: Any,
         index: int,
         cache: CacheObserver,
         errors: dict[str, tuple[OutputError, Any]],
@@ -202,9 +202,7 @@ class LayerStream:
                 )
             self.hidden[i] = output.cpu()
 
-    def _forward(
-        self, layer: nn.Module, index: int, sample: int, cache: CacheObserver
-    ) -> torch.Tensor:
+    def _forward(self, layer: Any, index: int, sample: int, cache: CacheObserver) -> torch.Tensor:
         hidden = self.hidden[sample].to(self.device)
         arguments = dict(self._layer_arguments(self._lengths[sample])[index])
         arguments["past_key_values"] = cache
@@ -228,7 +226,7 @@ class LayerStream:
             self._arguments[length] = [recorder.arguments for recorder in recorders]
         return self._arguments[length]
 
-    def _load_layer(self, index: int) -> nn.Module:
+    def _load_layer(self, index: int) -> Any:
         """Fill a fresh copy of the layer from the checkpoint, in float32."""
         layer = self.inner.layers[index]
         prefix = f"model.layers.{index}"
@@ -253,7 +251,7 @@ class LayerStream:
 
 
 def quantise_input(
-    module: nn.Module, scheme: QuantizationScheme, input_scale: torch.Tensor | None
+    module: Any, scheme: QuantizationScheme, input_scale: torch.Tensor | None
 ) -> None:
     """Make ``module`` see its input as the FP8 kernel does; nothing for 16-bit activations."""
     if scheme.input_activations is None:
