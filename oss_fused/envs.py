@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its default, the values it takes (any, if empty) and its meaning."""
+    """One environment variable: default, the values it takes (any, if empty), meaning."""
 
     default: str
     choices: tuple[str, ...]
@@ -30,6 +30,11 @@ VARIABLES: dict[str, Variable] = {
         "auto",
         ("auto", "oss", "vllm"),
         "MoE experts: our kernels where they measure faster, always ours, or vLLM's own",
+    ),
+    "OSS_FUSED_ATTENTION": Variable(
+        "auto",
+        ("auto", "vllm"),
+        "decode attention: our kernel where it applies, or vLLM's backend throughout",
     ),
     "OSS_FUSED_MODELS": Variable(
         "1",

@@ -37,7 +37,7 @@ def _load_tile(cache, offsets, mask, dtype: tl.constexpr):
         return tile.to(dtype)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "page_size"])
 def _decode_attention_kernel(
     query,
     key_cache,
@@ -64,10 +64,10 @@ def _decode_attention_kernel(
     stride_ot,
     stride_oh,
     table_stride,
+    page_size,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -112,9 +112,9 @@ def _decode_attention_kernel(
         positions = start + tl.arange(0, BLOCK_N)
         valid = (positions >= first) & (positions < length)
         pages = tl.load(
-            block_table + row * table_stride + positions // PAGE_SIZE, mask=valid, other=0
+            block_table + row * table_stride + positions // page_size, mask=valid, other=0
         ).to(tl.int64)
-        slots = positions % PAGE_SIZE
+        slots = positions % page_size
         mask = valid[:, None] & in_d[None, :]
         k_rows = pages * stride_kp + slots * stride_kn + head * stride_kh
         v_rows = pages * stride_vp + slots * stride_vn + head * stride_vh
@@ -240,10 +240,10 @@ def decode_attention(
         *value_cache.stride()[:3],
         *out.stride()[:2],
         block_table.stride(0),
+        page_size,
         HEADS=heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        PAGE_SIZE=page_size,
         WINDOW=window,
         SPLITS=splits,
         BLOCK_G=block_g,
