@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: MIT
+"""The vLLM plugin: the one part of the package that imports vLLM."""

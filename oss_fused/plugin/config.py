@@ -22,7 +22,7 @@ from oss_fused.plugin.compat import MIN_CAPABILITY, check_device
 from oss_fused.plugin.kv_cache import OssFp8KVCacheMethod
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.moe import experts_method
-from oss_fused.plugin.patterns import find_target, is_ignored, matches
+from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards
 from oss_fused.plugin.settings import QUANT_METHOD, Settings
 from oss_fused.quant.scheme import QuantizationScheme
 
@@ -31,28 +31,32 @@ _TAKES = (None, "", QUANT_METHOD, *settings.MXFP4_METHODS)
 
 
 class OssFp8Config(QuantizationConfig):
-    """How vLLM serves a model with ``--quantization oss_fp8``.
-
-    Args:
-        parsed: what the checkpoint says; without it, a bf16 checkpoint is quantised online.
-
-    Raises:
-        UnsupportedDeviceError: the GPU has no FP8 tensor cores.
-    """
+    """How vLLM serves a model with ``--quantization oss_fp8``."""
 
     def __init__(self, parsed: Settings | None = None) -> None:
+        """Make the configuration of one model.
+
+        Args:
+            parsed: what the checkpoint says; without it, a bf16 checkpoint is quantised online.
+
+        Raises:
+            UnsupportedDeviceError: the GPU has no FP8 tensor cores.
+        """
         super().__init__()
         check_device()
         self.settings = parsed or settings.online(settings.OnlineOptions())
         # vLLM reads this attribute: a dict switches --kv-cache-dtype auto to fp8
         self.kv_cache_scheme = self.settings.kv_cache_scheme
+        # set by models that load the embedding into a tied, quantised head as well
+        self.feeds_tied_head = False
         self._options_read = False
         self._unmatched_ignore: set[str] = set()
 
     def __repr__(self) -> str:
+        """The settings, for vLLM's log."""
         return f"OssFp8Config({self.settings!r})"
 
-    def get_name(self) -> str:  # type: ignore[override]
+    def get_name(self) -> str:
         """``oss_fp8``."""
         return QUANT_METHOD
 
@@ -80,7 +84,7 @@ class OssFp8Config(QuantizationConfig):
         return cls(settings.from_checkpoint(config))
 
     @classmethod
-    def override_quantization_method(  # type: ignore[override]
+    def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Take over bf16 and MXFP4 checkpoints, only where the user asks for ``oss_fp8``.
@@ -115,7 +119,9 @@ class OssFp8Config(QuantizationConfig):
             scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
             if scheme is None:
                 return None
-            return OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+            method = OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+            method.head_is_fed = self.feeds_tied_head
+            return method
         if isinstance(layer, RoutedExperts):
             return experts_method(layer, self.settings.experts, self.settings.calibrated, prefix)
         if isinstance(layer, Attention) and self.settings.calibrated:
@@ -130,7 +136,7 @@ class OssFp8Config(QuantizationConfig):
         """
         packed = self.packed_modules_mapping
         for pattern in list(self._unmatched_ignore):
-            if is_ignored(prefix, [pattern], {}) or _matches_shard(prefix, pattern, packed):
+            if any(matches(pattern, name) for name in (prefix, *shards(prefix, packed))):
                 self._unmatched_ignore.discard(pattern)
         if is_ignored(prefix, self.settings.ignore, packed):
             return None
@@ -165,9 +171,3 @@ class OssFp8Config(QuantizationConfig):
             return self.settings.lm_head
         model = get_current_vllm_config().model_config.hf_config
         return getattr(model, "model_type", None) == "gpt_oss"
-
-
-def _matches_shard(prefix: str, pattern: str, packed: dict[str, list[str]]) -> bool:
-    from oss_fused.plugin.patterns import shards
-
-    return any(matches(pattern, shard) for shard in shards(prefix, packed))

@@ -28,12 +28,10 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 
-Activation = torch.Tensor | QuantizedActivation
-
 
 def norm_for(
     norm: RMSNorm, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[Activation, torch.Tensor]:
+) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
     """``norm(x + residual)`` in the form that ``reader`` takes, and the new residual.
 
     Args:

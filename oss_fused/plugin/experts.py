@@ -36,15 +36,16 @@ FP8 = torch.float8_e4m3fn
 
 
 class OssFp8MoEMethod(FusedMoEMethodBase):
-    """Experts of one gpt-oss layer.
-
-    Args:
-        moe: vLLM's description of the layer.
-        layout: "fp8" or "mxfp4".
-        prefix: the layer's name, for errors.
-    """
+    """Experts of one gpt-oss layer."""
 
     def __init__(self, moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> None:
+        """Make the method of one layer.
+
+        Args:
+            moe: vLLM's description of the layer.
+            layout: "fp8" or "mxfp4".
+            prefix: the layer's name, for errors.
+        """
         super().__init__(moe)
         self.layout = layout
         self.prefix = prefix
@@ -62,7 +63,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             intermediate = -(-intermediate // MXFP4_BLOCK) * MXFP4_BLOCK
         return hidden, intermediate
 
-    def create_weights(  # type: ignore[override]
+    def create_weights(
         self,
         layer: RoutedExperts,
         num_experts: int,
@@ -74,9 +75,9 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         """Register w13 and w2 with scales and biases; zero, so that padding stays harmless."""
         rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
-        loader = ExpertsLoader(layer, self.layout)
+        loader = ExpertsLoader(layer, self.layout).load
 
-        def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Parameter:
+        def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
             data = torch.zeros(num_experts, *shape, dtype=dtype)
             parameter = Parameter(data, requires_grad=False)
             layer.register_parameter(name, parameter)
@@ -113,7 +114,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
                 self._check_finite(dense, scale)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
-        if not self.on_cpu:
+        # a reload writes into the tensors that the kernel already has
+        if not self.on_cpu and self.moe_kernel is None:
             self._build_kernel(layer)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
@@ -152,7 +154,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             layer.w2_bias,
         )
 
-    def apply(  # type: ignore[override]
+    def apply(
         self,
         layer: RoutedExperts,
         x: torch.Tensor,

@@ -25,20 +25,21 @@ MXFP4_BLOCK = 32
 
 
 class ExpertsLoader:
-    """``weight_loader`` of every parameter of one layer's experts.
-
-    Args:
-        layer: vLLM's RoutedExperts; says which experts and which slice this rank has.
-        layout: how the checkpoint stores the weights.
-    """
+    """``load`` is the ``weight_loader`` of every parameter of one layer's experts."""
 
     def __init__(self, layer: Any, layout: ExpertsLayout) -> None:
+        """Make the loader of one layer.
+
+        Args:
+            layer: vLLM's RoutedExperts; says which experts and which slice this rank has.
+            layout: how the checkpoint stores the weights.
+        """
         parallel = layer.moe_config.moe_parallel_config
         self.rank, self.ranks = parallel.tp_rank, parallel.tp_size
         self.local_id = layer._map_global_expert_id_to_local_expert_id
         self.layout = layout
 
-    def __call__(
+    def load(
         self,
         param: torch.nn.Parameter,
         loaded_weight: torch.Tensor,

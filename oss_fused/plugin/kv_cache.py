@@ -25,18 +25,14 @@ _NOT_LOADED = -1.0
 
 
 class OssFp8KVCacheMethod(BaseKVCacheMethod):
-    """Scales of one attention layer's KV cache.
-
-    Args:
-        quant_config: the OssFp8Config.
-        prefix: the attention layer's name, for errors.
-    """
+    """Scales of one attention layer's KV cache."""
 
     def __init__(self, quant_config: Any, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
         super().__init__(quant_config)
         self.prefix = prefix
 
-    def create_weights(self, layer: torch.nn.Module) -> None:
+    def create_weights(self, layer: Any) -> None:
         """Register q/k/v/prob scales, float32 whatever the model's dtype."""
         super().create_weights(layer)
         for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
@@ -45,7 +41,7 @@ class OssFp8KVCacheMethod(BaseKVCacheMethod):
             parameter.dummy_weight_value = 1.0
             setattr(layer, name, parameter)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check the scales and move them to where the attention kernels read them.
 
         Raises:

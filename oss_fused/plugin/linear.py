@@ -44,23 +44,26 @@ _DUMMY_SCALE = 1.0
 
 @register_weight_loader_v2_supported_method
 class OssFp8LinearMethod(LinearMethodBase):
-    """A linear layer, or lm_head, with FP8 weights.
-
-    Args:
-        scheme: of weights and activations.
-        calibrated: the checkpoint holds codes and scales; else its weights are quantised after
-            loading.
-        prefix: the layer's name, for errors.
-    """
+    """A linear layer, or lm_head, with FP8 weights."""
 
     def __init__(self, scheme: QuantizationScheme, calibrated: bool, prefix: str) -> None:
+        """Make the method of one layer.
+
+        Args:
+            scheme: of weights and activations.
+            calibrated: the checkpoint holds codes and scales; else its weights are quantised
+                after loading.
+            prefix: the layer's name, for errors.
+        """
         self.scheme = scheme
         self.calibrated = calibrated
         self.prefix = prefix
+        self.tied = False
+        self.head_is_fed = False
 
-    def create_weights(  # type: ignore[override]
+    def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -85,7 +88,9 @@ class OssFp8LinearMethod(LinearMethodBase):
         if not self.calibrated:
             return
         scale = ChannelQuantScaleParameter(
-            data=torch.full((rows, 1), MISSING, dtype=torch.float32), output_dim=0, weight_loader=loader
+            data=torch.full((rows, 1), MISSING, dtype=torch.float32),
+            output_dim=0,
+            weight_loader=loader,
         )
         scale.dummy_weight_value = _DUMMY_SCALE
         layer.register_parameter("weight_scale", scale)
@@ -95,17 +100,24 @@ class OssFp8LinearMethod(LinearMethodBase):
             scale.dummy_weight_value = _DUMMY_SCALE
             layer.register_parameter("input_scale", scale)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """Share the embedding's bf16 weight; it is quantised into a tensor of its own later."""
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Tie a head to the embedding, which itself stays as it is.
+
+        A head that is quantised while loading has a tensor of its own: our model classes load
+        the embedding into both, others share it until it is quantised.
+        """
+        self.tied = True
         if self.calibrated:
-            # vLLM ties only where the checkpoint has no lm_head of its own: it stays bf16
+            # vLLM ties only where the checkpoint has no head of its own: it stays unquantised
             for name in ("weight_scale", "input_scale"):
                 if name in layer._parameters:
                     delattr(layer, name)
             layer.quant_method = UnquantizedEmbeddingMethod()
+        elif self.head_is_fed:
+            return layer
         return super().tie_weights(layer, embed_tokens)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Quantise or check the weights, and bring them into the form that the kernels take.
 
         Raises:
@@ -129,7 +141,7 @@ class OssFp8LinearMethod(LinearMethodBase):
             replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
         self._advertise(layer)
 
-    def _advertise(self, layer: torch.nn.Module) -> None:
+    def _advertise(self, layer: Any) -> None:
         """Tell producers of activations which quantised form this layer takes."""
         inputs = self.scheme.input_activations
         if inputs is None:
@@ -142,7 +154,7 @@ class OssFp8LinearMethod(LinearMethodBase):
 
     def apply(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         x: torch.Tensor | QuantizedActivation,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -172,7 +184,7 @@ def _weight_only(
     return torch.nn.functional.linear(x, dense, bias)
 
 
-def _check_loaded(layer: torch.nn.Module, prefix: str) -> None:
+def _check_loaded(layer: Any, prefix: str) -> None:
     scale = layer.weight_scale.data
     if isinstance(layer, ParallelLMHead):
         # rows that pad the vocabulary come from no checkpoint

@@ -9,6 +9,7 @@ every layout of experts, and a tensor that the checkpoint lacks is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +25,13 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.utils import is_pp_missing_parameter, maybe_prefix
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from oss_fused.errors import CheckpointError
+from oss_fused.plugin.attention import adopt_attention
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.decoder import fuse_decoder_layers
+from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.patterns import spellings
 
 # checked where they are used: a checkpoint may do without
@@ -38,14 +41,35 @@ _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 class _OssModel(nn.Module):
     """What the classes below share; first in the bases, before vLLM's class."""
 
+    config: Any
+    model: Any
     _loaded = False
 
-    def _adopt(self, vllm_config: VllmConfig) -> None:
-        """Change the model that vLLM's class has built, if its quantisation is ours."""
-        self._ours = isinstance(vllm_config.quant_config, OssFp8Config)
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Build the model as vLLM does; change it if its quantisation is ours."""
+        ours = isinstance(vllm_config.quant_config, OssFp8Config)
+        if ours:
+            vllm_config.quant_config.feeds_tied_head = True
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._ours = ours
         if self._ours:
+            self._adopt(vllm_config)
             vllm_config.quant_config.check_ignore()
-            fuse_decoder_layers(self.model.layers)
+
+    def _adopt(self, vllm_config: VllmConfig) -> None:
+        fuse_decoder_layers(self.model.layers)
+        adopt_attention(self.model, vllm_config)
+
+    def _feed_tied_head(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Load the embedding a second time, into a head that is tied to it but quantised."""
+        method = getattr(getattr(self, "lm_head", None), "quant_method", None)
+        tied = isinstance(method, OssFp8LinearMethod) and method.tied
+        for name, weight in weights:
+            yield name, weight
+            if tied and name.endswith("embed_tokens.weight"):
+                yield "lm_head.weight", weight
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load, and at the first time refuse a checkpoint that lacks a tensor.
@@ -53,6 +77,8 @@ class _OssModel(nn.Module):
         Raises:
             CheckpointError: names the first missing tensors.
         """
+        if self._ours:
+            weights = self._feed_tied_head(weights)
         loaded = super().load_weights(weights)  # type: ignore[misc]
         if self._ours and not self._loaded:
             missing = [
@@ -72,35 +98,19 @@ class _OssModel(nn.Module):
 
 
 class OssLlamaForCausalLM(_OssModel, LlamaForCausalLM):
-    """Llama."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._adopt(vllm_config)
+    """Llama, with norms fused into quantisation."""
 
 
 class OssMistralForCausalLM(_OssModel, MistralForCausalLM):
-    """Mistral."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._adopt(vllm_config)
+    """Mistral, with norms fused into quantisation."""
 
 
 class OssQwen2ForCausalLM(_OssModel, Qwen2ForCausalLM):
-    """Qwen2."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._adopt(vllm_config)
+    """Qwen2, with norms fused into quantisation."""
 
 
 class OssQwen3ForCausalLM(_OssModel, Qwen3ForCausalLM):
-    """Qwen3."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._adopt(vllm_config)
+    """Qwen3, with norms fused into quantisation."""
 
 
 class OssGptOssModel(GptOssModel):
@@ -125,9 +135,7 @@ class OssGptOssModel(GptOssModel):
                 loaded.add(name)
         return loaded
 
-    def _load_one(
-        self, name: str, weight: torch.Tensor, params: dict[str, nn.Parameter]
-    ) -> str | None:
+    def _load_one(self, name: str, weight: torch.Tensor, params: dict[str, Any]) -> str | None:
         if name.endswith(".sinks"):
             heads = self.config.num_attention_heads // get_tensor_model_parallel_world_size()
             weight = weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
@@ -148,13 +156,10 @@ class OssGptOssModel(GptOssModel):
 
 
 class OssGptOssForCausalLM(_OssModel, GptOssForCausalLM):
-    """gpt-oss."""
+    """gpt-oss, with a quantised head and a loader for every layout of experts."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._adopt(vllm_config)
-        if not self._ours:
-            return
+    def _adopt(self, vllm_config: VllmConfig) -> None:
+        super()._adopt(vllm_config)
         # same layers, another load_weights: building a second decoder would register each
         # attention layer twice
         self.model.__class__ = OssGptOssModel
@@ -163,5 +168,5 @@ class OssGptOssForCausalLM(_OssModel, GptOssForCausalLM):
             self.config.vocab_size,
             self.config.hidden_size,
             quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
+            prefix="lm_head",
         )

@@ -35,7 +35,7 @@ class OssMxfp4MoEMethod(GptOssMxfp4MoEMethod):
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
         """Register the parameters of vLLM's method with our loader."""
-        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4")
+        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4").load
         super().create_weights(layer, *args, **extra)
 
 
@@ -44,8 +44,14 @@ class OssBf16MoEMethod(UnquantizedFusedMoEMethod):
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
         """Register the parameters of vLLM's method with our loader."""
-        extra["weight_loader"] = ExpertsLoader(layer, "bf16")
+        extra["weight_loader"] = ExpertsLoader(layer, "bf16").load
         super().create_weights(layer, *args, **extra)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Pack the weights; on a CPU anew after a reload, where vLLM keeps its old packed copy."""
+        if current_platform.is_cpu():
+            self.moe_kernel = None
+        super().process_weights_after_loading(layer)
 
 
 def experts_method(

@@ -67,7 +67,8 @@ def is_ignored(prefix: str, ignore: Iterable[str], packed: Mapping[str, Sequence
     if all(ignored.values()):
         return True
     if any(ignored.values()):
-        left, quantised = ([s for s, flag in ignored.items() if flag is want] for want in (1, 0))
+        left = [shard for shard, flag in ignored.items() if flag]
+        quantised = [shard for shard, flag in ignored.items() if not flag]
         raise SchemeError(
             f"ignore={patterns!r}: leaves {', '.join(left)} but not {', '.join(quantised)}; they "
             f"are one matrix {prefix!r} in vLLM: ignore all of them or none"

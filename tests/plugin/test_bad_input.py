@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: MIT
+"""Checkpoints and options that are refused while a model loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oss_fused.errors import CheckpointError, SchemeError
+from tests.plugin.conftest import build, calibrate, edit, tensors_of, to_mxfp4
+
+pytestmark = pytest.mark.serve
+
+SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
+KV = "model.layers.1.self_attn.v_scale"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A calibrated Llama and its tensors; each test edits a copy of the file."""
+    folder = calibrate(build(tmp_path_factory.mktemp("dense"), "llama"), kv=True)
+    return folder, tensors_of(folder)
+
+
+def refuse(engine, folder, tensors, match, drop=(), error=CheckpointError, **options):
+    edit(folder, tensors, drop)
+    with pytest.raises(error, match=match):
+        engine(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (SCALE, 0.0),
+        (SCALE, -0.5),
+        (SCALE, float("nan")),
+        (SCALE, float("inf")),
+        (KV, 0.0),
+        (KV, float("nan")),
+        ("model.layers.0.mlp.up_proj.weight", float("nan")),
+    ],
+)
+def test_bad_value(name, value, dense, engine):
+    folder, tensors = dense
+    bad = tensors[name].clone()
+    bad.view(-1)[0] = value
+    refuse(engine, folder, tensors | {name: bad}, f"'{name}'")
+
+
+@pytest.mark.parametrize(
+    "name", [SCALE, KV, "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
+def test_missing_tensor(name, dense, engine):
+    folder, tensors = dense
+    refuse(engine, folder, tensors, f"'{name}'", drop=(name,))
+
+
+def test_scale_of_the_wrong_shape(dense, engine):
+    folder, tensors = dense
+    refuse(engine, folder, tensors | {SCALE: torch.ones(3, 1)}, "", error=Exception)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "match"),
+    [(["*.k_proj"], "one matrix"), (["model.layers.9.*"], "matches no"), (["re:("], "regular")],
+)
+def test_bad_ignore(ignore, match, tmp_path, engine):
+    folder = build(tmp_path, "llama")
+    options = {"additional_config": {"oss_fused": {"ignore": ignore}}}
+    refuse(engine, folder, {}, match, error=SchemeError, quantization="oss_fp8", **options)
+
+
+def test_missing_expert_scale(tmp_path, engine):
+    folder = calibrate(build(tmp_path, "gpt_oss"), experts="fp8", ignore=())
+    name = "model.layers.1.mlp.experts.2.w2_weight_scale"
+    refuse(engine, folder, {}, f"'{name}' is missing", drop=(name,))
+
+
+def test_mxfp4_scale_that_is_nan(tmp_path, engine):
+    folder = to_mxfp4(build(tmp_path, "gpt_oss"))
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    bad = tensors_of(folder)[name].clone()
+    bad[1, 2, 3] = 255
+    refuse(engine, folder, {name: bad}, f"'{name}'", quantization="oss_fp8")
+
+
+def test_missing_experts(tmp_path, engine):
+    folder = to_mxfp4(build(tmp_path, "gpt_oss"))
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    match = r"no 'model.layers.0.mlp.experts.*w2_weight'"
+    refuse(engine, folder, {}, match, drop=(name,), quantization="oss_fp8")
+
+
+def test_checkpoint_of_another_quantisation(tmp_path, engine):
+    from tests.plugin.conftest import set_quantization
+
+    folder = build(tmp_path, "llama")
+    set_quantization(folder, {"quant_method": "gptq", "bits": 4})
+    refuse(engine, folder, {}, "gptq", error=Exception, quantization="oss_fp8")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Which layers a pattern means."""
+
+from __future__ import annotations
+
+import pytest
+
+from oss_fused.errors import SchemeError
+from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards, spellings
+
+PACKED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+QKV = "model.layers.3.self_attn.qkv_proj"
+
+
+def test_gpt_oss_attention_has_two_spellings():
+    assert spellings("model.layers.3.attn.o_proj") == [
+        "model.layers.3.attn.o_proj",
+        "model.layers.3.self_attn.o_proj",
+    ]
+    assert spellings("model.layers.3.attn.attn")[1] == "model.layers.3.self_attn.attn"
+    assert spellings(QKV) == [QKV]
+
+
+def test_shards_carry_the_names_of_the_checkpoint():
+    assert shards("model.layers.0.attn.qkv_proj", PACKED) == [
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
+    ]
+    assert shards("lm_head", PACKED) == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", False),
+        ("model.layers.*.self_attn*", "model.layers.1.attn.o_proj", True),
+        ("model.layers.*.self_attn", "model.layers.1.attn.o_proj", False),
+        ("re:.*layers\\.1\\.", "model.layers.1.mlp.up_proj", True),
+        ("re:.*layers\\.1\\.", "model.layers.11.mlp.up_proj", False),
+        ("*.o_proj", "model.layers.1.self_attn.o_proj", True),
+    ],
+)
+def test_matches(pattern, name, expected):
+    assert matches(pattern, name) is expected
+
+
+def test_bad_regular_expression():
+    with pytest.raises(SchemeError, match=r"re:\(.*not a regular expression"):
+        matches("re:(", "lm_head")
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    [[QKV], ["*qkv_proj"], ["re:.*self_attn.*"], [f"*.layers.3.self_attn.{p}_proj" for p in "qkv"]],
+)
+def test_fused_layer_is_ignored_as_a_whole(ignore):
+    assert is_ignored(QKV, ignore, PACKED)
+    assert not is_ignored("model.layers.3.mlp.down_proj", ignore, PACKED)
+
+
+def test_partial_ignore_of_a_fused_layer_is_refused():
+    with pytest.raises(SchemeError, match="leaves model.layers.3.self_attn.k_proj but not"):
+        is_ignored(QKV, ["*.k_proj"], PACKED)
+
+
+def test_targets_by_name_win_over_the_class_name():
+    groups = {"a": ["Linear"], "b": [f"model.layers.3.self_attn.{p}_proj" for p in "qkv"]}
+    assert find_target(QKV, groups, PACKED) == "b"
+    assert find_target("model.layers.3.mlp.gate_up_proj", groups, PACKED) == "a"
+    assert find_target("lm_head", {"a": ["re:.*mlp"]}, PACKED) is None
+
+
+def test_fused_layer_with_two_schemes_is_refused():
+    groups = {"a": ["Linear"], "b": ["model.layers.3.self_attn.q_proj"]}
+    with pytest.raises(SchemeError, match="different schemes"):
+        find_target(QKV, groups, PACKED)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT
+"""What a running server goes through: reloading, LoRA, sharding, compilation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.plugin.conftest import (
+    PROMPT,
+    assert_agrees,
+    build,
+    calibrate,
+    edit,
+    tensors_of,
+    to_mxfp4,
+)
+
+pytestmark = pytest.mark.serve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(kind: str, folder: Path, **changes) -> tuple[Path, dict]:
+    """A checkpoint of that kind and the engine options that serve it."""
+    if kind == "online":
+        return build(folder, "llama", tie_word_embeddings=True, **changes), {
+            "quantization": "oss_fp8",
+            "additional_config": {"oss_fused": {"lm_head": True}},
+        }
+    if kind == "calibrated":
+        return calibrate(build(folder, "llama", **changes), inputs="tensor", kv=True), {}
+    if kind == "mxfp4":
+        return to_mxfp4(build(folder, "gpt_oss", **changes)), {"quantization": "oss_fp8"}
+    return calibrate(build(folder, "gpt_oss", **changes), experts=kind, ignore=()), {}
+
+
+@pytest.mark.parametrize("kind", ["online", "calibrated", "mxfp4", "bf16", "fp8"])
+def test_reload_takes_the_new_weights(kind, tmp_path, engine):
+    folder, options = make(kind, tmp_path / "served")
+    # other weights, and with them other scales, of the same model
+    other, _ = make(kind, tmp_path / "other", initializer_range=0.04)
+    fresh = engine(other, **options).generate()
+    served = engine(folder, **options)
+    before = served.generate()
+    addresses = [p.data_ptr() for p in served.model.parameters()]
+    edit(folder, tensors_of(other))
+    served.llm.collective_rpc("reload_weights")
+    assert served.generate() == fresh != before
+    assert [p.data_ptr() for p in served.model.parameters()] == addresses
+
+
+def make_adapter(folder: Path) -> Path:
+    folder.mkdir()
+    torch.manual_seed(3)
+    sizes = {"self_attn.q_proj": (128, 128), "mlp.down_proj": (192, 128)}
+    tensors = {}
+    for name, (inputs, outputs) in sizes.items():
+        key = f"base_model.model.model.layers.0.{name}"
+        tensors[f"{key}.lora_A.weight"] = torch.randn(8, inputs) * 0.1
+        tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, 8) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_lora(tmp_path, engine):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    folder = build(tmp_path / "model", "llama")
+    adapter = make_adapter(tmp_path / "adapter")
+    served = engine(folder, quantization="oss_fp8", enable_lora=True, max_lora_rank=8)
+    assert_agrees(served.generate(), folder)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, detokenize=False)
+    out = served.llm.generate(
+        [{"prompt_token_ids": PROMPT}],
+        params,
+        use_tqdm=False,
+        lora_request=LoRARequest("a", 1, str(adapter)),
+    )
+    step = out[0].outputs[0].logprobs[0]
+    assert abs(next(iter(step.values())).logprob - served.generate()[1][0]) > 1e-3
+
+
+def test_lora_with_experts_on_a_cpu_is_refused(tmp_path, engine):
+    from oss_fused.errors import UnsupportedModelError
+
+    folder, options = make("mxfp4", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="LoRA"):
+        engine(folder, enable_lora=True, **options)
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from tests.plugin.conftest import Engine
+
+if __name__ == "__main__":
+    engine = Engine(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    print("RESULT", json.dumps(engine.generate()))
+"""
+
+
+def run_child(folder: Path, options: dict, **environment: str) -> tuple[list, list]:
+    script = folder / "child.py"
+    script.write_text(CHILD)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    result = subprocess.run(
+        [sys.executable, str(script), str(folder), json.dumps(options)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, result.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def test_two_ranks(tmp_path):
+    kind = "mxfp4"
+    reference = build(tmp_path / "bf16", "gpt_oss")
+    folder, options = make(kind, tmp_path / "served")
+    result = run_child(
+        folder,
+        options | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    assert_agrees(result, reference, ignore=(), experts=kind)
+
+
+def test_compiled(tmp_path):
+    folder, options = make("mxfp4", tmp_path / "served")
+    result = run_child(
+        folder,
+        options | {"enforce_eager": False},
+        TORCHDYNAMO_DISABLE="0",
+        VLLM_CACHE_ROOT=str(tmp_path / "cache"),
+    )
+    reference = build(tmp_path / "bf16", "gpt_oss")
+    assert_agrees(result, reference, ignore=(), experts="mxfp4")
