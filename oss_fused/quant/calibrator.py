@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.streaming import LayerStream
 
 Progress = Callable[[Iterable[Step]], Iterable[Step]]
+_NOWHERE = -1  # before the first step
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ class Run:
         """Write the output.
 
         Raises:
-            OssFusedError: bad input; names what and where. The working folder stays for --resume.
-            OSError: the disk is full or cannot be written.
+            OssFusedError: bad input; names what and where. Nothing is left.
+            OSError: the disk is full or cannot be written. The working folder stays for a resume,
+                as it does when the run is interrupted.
         """
         start = time.monotonic()
         options, plan = self.options, self.plan
@@ -113,40 +114,54 @@ class Run:
         writer = CheckpointWriter(
             options.output, plan.specs, options.max_shard_bytes, identity, options.resume
         )
+        try:
+            self._write_tensors(writer, progress)
+            summary = self._summarise(writer, time.monotonic() - start)
+            self._write_assets(writer, summary)
+            writer.finish()
+        except OssFusedError:
+            # the input is at fault: going on with it could not help
+            writer.discard()
+            raise
+        finally:
+            writer.close()
+        return summary
+
+    def _write_tensors(self, writer: CheckpointWriter, progress: Progress) -> None:
+        plan = self.plan
         exporter = Exporter(plan, self.reader, writer, self.device)
         stream = None
         if self.samples:
             stream = LayerStream(self.skeleton, plan, self.samples, self.device, writer.state)
-        steps = iter(progress(plan.steps))
-        for layer, group in itertools.groupby(steps, key=lambda step: step.layer):
-            self._run_group(layer, list(group), exporter, stream)
-        summary = Summary(
-            output=options.output,
+        findings = LayerFindings()
+        entered: int | None = _NOWHERE
+        for step in progress(plan.steps):
+            if step.layer != entered:
+                _leave(entered, stream)
+                findings, entered = self._enter(step.layer, stream), step.layer
+            exporter.run(step, findings)
+        _leave(entered, stream)
+
+    def _enter(self, layer: int | None, stream: LayerStream | None) -> LayerFindings:
+        """Run the samples through a decoder layer, or look at what follows the last."""
+        if stream is not None and layer is not None and layer >= stream.next_layer:
+            return stream.run(layer)
+        if stream is not None and layer is None and stream.next_layer == self.skeleton.layers:
+            return stream.run_head()
+        return LayerFindings()
+
+    def _summarise(self, writer: CheckpointWriter, seconds: float) -> Summary:
+        plan = self.plan
+        return Summary(
+            output=self.options.output,
             source_bytes=self.reader.total_bytes(),
             output_bytes=writer.total_bytes,
             quantised=sum(scheme is not None for scheme in plan.schemes.values()),
             linears=len(plan.schemes),
             experts=plan.experts,
             errors=dict(writer.steps),
-            seconds=time.monotonic() - start,
+            seconds=seconds,
         )
-        self._write_assets(writer, summary)
-        writer.finish()
-        return summary
-
-    def _run_group(
-        self, layer: int | None, group: list[Step], exporter: Exporter, stream: LayerStream | None
-    ) -> None:
-        """The steps of one decoder layer, or of what lies before or after the layers."""
-        findings = LayerFindings()
-        if stream is not None and layer is not None and layer >= stream.next_layer:
-            findings = stream.run(layer)
-        elif stream is not None and stream.next_layer == self.skeleton.layers:
-            findings = stream.run_head()
-        for step in group:
-            exporter.run(step, findings)
-        if stream is not None and layer is not None and layer >= stream.next_layer:
-            stream.commit(layer)
 
     def _load_samples(self) -> list[torch.Tensor]:
         recipe, limit = self.recipe, getattr(self.skeleton.config, "max_position_embeddings", None)
@@ -156,6 +171,7 @@ class Run:
             raise DatasetError(
                 f"--max-seq-length={recipe.max_seq_length}: the model's context is {limit} tokens"
             )
+        file_digest(recipe.dataset)  # a wrong path is the likelier mistake: say it first
         tokenizer = load_tokenizer(self.reader.folder)
         samples = load_samples(
             recipe.dataset, tokenizer, recipe.num_samples, recipe.max_seq_length, recipe.seed
@@ -184,6 +200,12 @@ class Run:
             "Output": self.options.output.name,
         }
         write_model_card(writer.partial, self.reader.folder.resolve().name, facts, recipe)
+
+
+def _leave(layer: int | None, stream: LayerStream | None) -> None:
+    """All tensors of ``layer`` are written: keep the samples' states after it."""
+    if stream is not None and layer is not None and layer >= stream.next_layer:
+        stream.commit(layer)
 
 
 def pick_device(name: str) -> torch.device:

@@ -153,7 +153,7 @@ def test_resume_knows_what_is_done_and_ignores_a_cut_line(tmp_path: Path) -> Non
     writer.done("x", {"weight_error": 0.5})
     with open(writer.state / "journal.jsonl", "a") as journal:
         journal.write('{"step": "bias", "fac')
-    writer._lock.close()
+    writer.close()
     again = make_writer(output, resume=True)
     assert again.steps == {"x": {"weight_error": 0.5}}
     for name in ("x_scale", "bias", "blocks"):
@@ -166,7 +166,7 @@ def test_resume_knows_what_is_done_and_ignores_a_cut_line(tmp_path: Path) -> Non
 def test_without_resume_a_run_starts_over(tmp_path: Path) -> None:
     writer = make_writer(tmp_path / "out")
     writer.done("x", {})
-    writer._lock.close()
+    writer.close()
     assert make_writer(tmp_path / "out").steps == {}
 
 

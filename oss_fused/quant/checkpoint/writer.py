@@ -135,7 +135,7 @@ class CheckpointWriter:
             if path.is_file():
                 _sync(path)
         shutil.rmtree(self.state)
-        self._lock.close()
+        self.close()
         if self.output.exists():
             # --overwrite: the old folder goes only now that the new one is complete
             trash = self.output.with_name(f"{self.output.name}.replaced-{os.getpid()}")
@@ -146,9 +146,13 @@ class CheckpointWriter:
             self.partial.rename(self.output)
         _sync(self.output.parent)
 
-    def discard(self) -> None:
-        """Remove the partial folder."""
+    def close(self) -> None:
+        """Let go of the working folder; what it holds stays for a resume."""
         self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the working folder."""
+        self.close()
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def _claim(self, resume: bool) -> IO[str]:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from oss_fused.errors import CheckpointError, DatasetError
+from oss_fused.quant.dataset import load_samples, load_tokenizer
+
+
+@pytest.fixture
+def tokenizer(models: Callable[[str], Path]):
+    return load_tokenizer(models("llama"))
+
+
+def write(tmp_path: Path, name: str, content: str) -> Path:
+    path = tmp_path / name
+    path.write_text(content)
+    return path
+
+
+def test_text_is_cut_into_windows_chosen_by_seed(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path, "a.txt", "abcdefghij" * 10 + "rest")
+    samples = load_samples(path, tokenizer, 4, 10, seed=0)
+    assert [len(s) for s in samples] == [10] * 4 and samples[0].dtype is torch.int64
+    again = load_samples(path, tokenizer, 4, 10, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(samples, again))
+    assert tokenizer.decode(samples[0]) == "abcdefghij"
+    assert len(load_samples(path, tokenizer, 100, 10, seed=0)) == 10
+
+
+def test_a_text_shorter_than_a_window_is_one_sample(tmp_path: Path, tokenizer) -> None:
+    assert len(load_samples(write(tmp_path, "a.txt", "abc"), tokenizer, 4, 512, 0)[0]) == 3
+
+
+def test_json_lines_with_text_and_messages(tmp_path: Path, tokenizer) -> None:
+    rows = [
+        {"text": "hello world"},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+    ]
+    path = write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n")
+    samples = load_samples(path, tokenizer, 5, 9, 0)
+    texts = [tokenizer.decode(sample) for sample in samples]
+    assert texts == ["hello wor", "user: hi\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "the file is empty"),
+        ("a.txt", " \n ", "the file is empty"),
+        ("a.txt", "x", "no sample has 2 tokens"),
+        ("a.jsonl", '{"text": "ok"}\n{"text": ', "line 2: not JSON"),
+        ("a.jsonl", '{"prompt": "x"}', r"line 1: expected an object.*\['prompt'\]"),
+        ("a.jsonl", "[1]", "line 1: expected an object.*list"),
+        ("a.jsonl", '{"text": 3}', "'text' is no string"),
+        ("a.jsonl", '{"messages": "hi"}', "'messages' is no list"),
+        ("a.jsonl", '{"messages": []}', "'messages' is no list"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}', "'messages' is no list"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, tokenizer, name, content, message) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_samples(write(tmp_path, name, content), tokenizer, 2, 8, 0)
+
+
+def test_missing_and_binary_files_are_named(tmp_path: Path, tokenizer) -> None:
+    with pytest.raises(DatasetError, match=r"--dataset='.*none\.txt': cannot be read"):
+        load_samples(tmp_path / "none.txt", tokenizer, 2, 8, 0)
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="expected UTF-8"):
+        load_samples(tmp_path / "b.txt", tokenizer, 2, 8, 0)
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:
+    tokenizer.chat_template = None
+    path = write(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(DatasetError, match="line 1: the model's chat template refuses it"):
+        load_samples(path, tokenizer, 2, 8, 0)
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: MIT
+"""The command line: exit codes, messages, and what is left on the disk."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from oss_fused.quant.checkpoint import CheckpointWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "scripts/calibrate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_makes_a_checkpoint_and_says_what_next(script, model, tmp_path, capsys) -> None:
+    output = tmp_path / "out"
+    assert script.main([str(model), "--output", str(output), "--device", "cpu"]) == 0
+    said = capsys.readouterr().err
+    assert "14 of 15 linears in FP8" in said and "largest relative errors" in said
+    assert f"next: vllm serve {output}" in said
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nbase_model: tiny\n") and "vllm serve out" in card
+
+
+def test_a_dry_run_writes_nothing(script, model, tmp_path, capsys) -> None:
+    output = tmp_path / "out"
+    assert script.main([str(model), "--output", str(output), "--dry-run"]) == 0
+    assert "14 in FP8, 1 kept (lm_head)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_repeats_a_run_and_flags_win(script, model, tmp_path) -> None:
+    first, again, other = (tmp_path / name for name in ("a", "b", "c"))
+    flags = ["--scheme", "W8A16", "--ignore", "re:.*down_proj"]
+    assert script.main([str(model), "--output", str(first), *flags]) == 0
+    recipe = ["--recipe", str(first / "recipe.yaml")]
+    assert script.main([str(model), "--output", str(again), *recipe]) == 0
+    assert (first / "config.json").read_bytes() == (again / "config.json").read_bytes()
+    assert (
+        script.main([str(model), "--output", str(other), *recipe, "--scheme", "FP8_DYNAMIC"]) == 0
+    )
+    saved = yaml.safe_load((other / "recipe.yaml").read_text())
+    assert saved["scheme"] == "FP8_DYNAMIC" and saved["ignore"] == ["re:.*down_proj"]
+    group = json.loads((first / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert group["group_0"]["input_activations"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--scheme", "FP9"], "expected one of FP8_DYNAMIC, FP8_STATIC, W8A16"),
+        (["--scheme", "FP8_STATIC"], "needs a dataset"),
+        (["--ignore", "re:.*nothing"], "matches no linear layer"),
+        (["--targets", "re:.*[q"], "not a regular expression"),
+        (["--dataset", "/nowhere.txt"], "cannot be read"),
+        (["--device", "tpu"], "--device='tpu'"),
+        (["--recipe", "/nowhere.yaml"], "--recipe='/nowhere.yaml'"),
+        (["--num-samples", "0"], "num_samples=0"),
+        (["--experts", "fp8"], "has no experts"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(
+    script, model, tmp_path, capsys, flags, message
+) -> None:
+    assert script.main([str(model), "--output", str(tmp_path / "out"), *flags]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("calibrate.py: error: ")
+    assert message in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_path_and_an_existing_output(script, model, tmp_path, capsys) -> None:
+    assert script.main(["/nowhere", "--output", str(tmp_path / "out")]) == 2
+    assert "MODEL='/nowhere': no such folder" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert script.main([str(model), "--output", str(tmp_path / "out")]) == 2
+    assert "exists; choose another folder or pass --overwrite" in capsys.readouterr().err
+
+
+def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
+    for size in ("5", "GB", "-1GB", "0MB"):
+        with pytest.raises(SystemExit) as stop:
+            script.main([str(model), "--output", "x", f"--max-shard-size={size}"])
+        assert stop.value.code == 2 and "expected a" in capsys.readouterr().err
+
+
+def failing(error: BaseException, after: int):
+    """A ``write`` that fails after some tensors."""
+    count = 0
+    original = CheckpointWriter.write
+
+    def write(self: CheckpointWriter, name: str, tensor: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise error
+        original(self, name, tensor)
+
+    return write
+
+
+def test_a_full_disk_leaves_no_output_and_can_resume(
+    script, model, tmp_path, capsys, monkeypatch
+) -> None:
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(CheckpointWriter, "write", failing(full, 9))
+        assert script.main([str(model), "--output", str(output)]) == 1
+    said = capsys.readouterr().err
+    assert "No space left" in said and "--resume" in said and not output.exists()
+    assert script.main([str(model), "--output", str(output), "--resume"]) == 0
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_ctrl_c_leaves_only_the_state_that_resume_takes_up(
+    script, model, tmp_path, capsys, monkeypatch
+) -> None:
+    output = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", failing(KeyboardInterrupt(), 5))
+        assert script.main([str(model), "--output", str(output)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("out.partial-")
+    assert script.main([str(model), "--output", str(output), "--resume"]) == 0
+    assert list(tmp_path.iterdir()) == [output]
