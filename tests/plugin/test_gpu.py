@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""Tiny models on a GPU, with torch.compile and full CUDA graphs, as a server runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.conftest import PROMPT, assert_agrees, build, calibrate, to_mxfp4
+
+pytestmark = [pytest.mark.gpu, pytest.mark.serve]
+
+GRAPHS = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch):
+    # tests/plugin/conftest.py turns torch.compile off for the CPU's sake
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+def attention_classes(served):
+    return {
+        type(module.impl).__name__
+        for module in served.model.modules()
+        if getattr(module, "impl", None) is not None and hasattr(module, "kv_cache_dtype")
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_online_in_graphs(family, tmp_path, engine):
+    folder = build(tmp_path, family, head_dim=64) if family != "llama" else build(tmp_path, family)
+    served = engine(folder, quantization="oss_fp8", **GRAPHS)
+    assert attention_classes(served) == {"OssAttentionImpl"}
+    ignore = () if family == "gpt_oss" else ("lm_head",)
+    assert_agrees(served.generate(), folder, ignore=ignore)
+
+
+def test_mxfp4_gpt_oss_in_graphs(tmp_path, engine):
+    plain = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
+    served = engine(
+        to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss", head_dim=64)),
+        quantization="oss_fp8",
+        **GRAPHS,
+    )
+    assert_agrees(served.generate(), plain, ignore=(), experts="mxfp4")
+
+
+def test_fp8_cache_in_graphs(tmp_path, engine):
+    plain = build(tmp_path / "bf16", "llama")
+    served = engine(calibrate(build(tmp_path / "fp8", "llama"), kv=True), **GRAPHS)
+    assert_agrees(served.generate(), plain, tolerance=0.3)
+
+
+def test_attention_kernels_agree(tmp_path, engine, monkeypatch):
+    folder = build(tmp_path, "gpt_oss", head_dim=64)
+    prompt = (PROMPT * 5)[:50]
+    ours = engine(folder, quantization="oss_fp8", **GRAPHS).generate(prompt)
+    monkeypatch.setenv("OSS_FUSED_ATTENTION", "vllm")
+    served = engine(folder, quantization="oss_fp8", **GRAPHS)
+    assert attention_classes(served) == {"FlashAttentionImpl"}
+    theirs = served.generate(prompt)
+    assert ours[0] == theirs[0]
+    assert ours[1] == pytest.approx(theirs[1], abs=0.1)
