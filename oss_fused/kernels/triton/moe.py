@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""MXFP4 experts on a GPU: route, gate and up, down, combine; which tiles a batch gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.reference.moe import check_moe, check_mxfp4, uses_fp8_activations
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
+from oss_fused.kernels.triton.numerics import round_to
+from oss_fused.kernels.triton.router import Routing, encode_rows, route
+from oss_fused.kernels.validation import HALF_DTYPES, check_dtype
+
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Tile of both products: tokens a tile, 64-row weight groups, warps, pipeline stages."""
+
+    rows: int
+    groups13: int
+    groups2: int
+    warps: int
+    stages: int
+
+
+def choose_config(pairs: int, experts: int, fp8: bool, groups13: int, groups2: int) -> MoEConfig:
+    """Deterministic choice from the mean number of pairs an expert gets.
+
+    Args:
+        pairs: T * top_k.
+        experts: of this rank.
+        fp8: FP8 activations, one level instead of two.
+        groups13: 64-row groups of w13, at most so many are taken at once.
+        groups2: the same of w2.
+    """
+    mean = pairs / experts
+    if fp8:
+        rows, groups, warps, stages = (128, 2, 8, 4) if mean > 64 else (64, 2, 8, 4)
+    elif mean <= 4:
+        rows, groups, warps, stages = 8, 1, 4, 5
+    elif mean <= 12:
+        rows, groups, warps, stages = 16, 2, 4, 4
+    elif mean <= 28:
+        rows, groups, warps, stages = 32, 2, 4, 4
+    else:
+        rows, groups, warps, stages = 64, 2, 8, 4
+    return MoEConfig(rows, min(groups, groups13), min(groups, groups2), warps, stages)
+
+
+@triton.jit
+def _combine_kernel(
+    y, weights, place, out, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = sum over slots, in their order, of weight * y[place]."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < N
+    start_next()
+    wait_for_inputs()
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(place + token * TOP_K + slot)
+        here = mask & (row >= 0)
+        part = tl.load(y + row.to(tl.int64) * N + column, mask=here, other=0.0).to(tl.float32)
+        # a NaN weight must not reach the output through an expert that is not here
+        weight = tl.where(row >= 0, tl.load(weights + token * TOP_K + slot), 0.0)
+        acc += part * weight
+    tl.store(out + token * N + column, round_to(acc, out.dtype.element_ty), mask=mask)
+
+
+def moe_mxfp4(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "swigluoai",
+    fp8_min_tokens: int = -1,
+    config: MoEConfig | None = None,
+) -> torch.Tensor:
+    """MXFP4 experts; see ops/moe.py for the contract. ``config`` overrides the choice of tiles."""
+    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
+    check_mxfp4(x, w13, w13_scale, w2, w2_scale)
+    check_dtype("x", x, HALF_DTYPES)
+    tokens, hidden = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return out
+    experts, rows13, _ = w13.shape
+    fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
+    if config is None:
+        config = choose_config(tokens * top_k, experts, fp8, rows13 // 64, hidden // 64)
+    levels = 1 if fp8 else 2
+    routing = route(router_logits, top_k, renormalize, expert_map, experts, config.rows, x, levels)
+    act, act_scale = gate_up(
+        routing, w13, w13_scale, w13_bias, hidden, top_k, activation, x.dtype, levels, config
+    )
+    y = down(
+        routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2,
+        torch.bfloat16 if fp8 else torch.float32, config,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        y, routing.topk_weights, routing.place, out, TOP_K=top_k, N=hidden, BLOCK=block,
+        num_warps=4, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def gate_up(
+    routing: Routing,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    hidden: int,
+    top_k: int,
+    activation: str,
+    dtype: torch.dtype,
+    levels: int,
+    config: MoEConfig,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The intermediate of sorted pairs: codes [P, levels, IP] and their scales (None: 1/8)."""
+    assert routing.codes is not None and routing.scale is not None
+    pairs, rows = routing.order.shape[0], w13.shape[1]
+    width = rows // 2
+    padded = -(-width // 128) * 128
+    silu = activation == "silu"
+    if silu:
+        act = torch.empty(pairs, width, dtype=dtype, device=w13.device)
+    else:
+        shape = (pairs, levels, padded)
+        act = torch.empty(shape, dtype=torch.float8_e4m3fn, device=w13.device)
+    _gate_up_kernel[(triton.cdiv(rows // 64, config.groups13), routing.tiles.shape[0])](
+        routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
+        top_k=top_k, N=rows, K=hidden, KP=routing.codes.shape[2], OP=padded, ROWS=config.rows,
+        LEVELS=levels, GROUPS=config.groups13, SILU=silu, STAGES=config.stages,
+        PROMOTE=levels == 2, DTYPE=_TRITON_DTYPES[dtype], num_warps=config.warps,
+        **pdl_options(w13.device),
+    )  # fmt: skip
+    if silu:
+        # unbounded, so each row needs its own scale: known only when the row is complete
+        return encode_rows(act, levels)
+    return act, None
+
+
+def down(
+    routing: Routing,
+    act: torch.Tensor,
+    act_scale: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    inter: int,
+    y_dtype: torch.dtype,
+    config: MoEConfig,
+) -> torch.Tensor:
+    """w2 of sorted pairs plus bias: [P, H]."""
+    pairs, levels, padded = act.shape
+    hidden = w2.shape[1]
+    y = torch.empty(pairs, hidden, dtype=y_dtype, device=w2.device)
+    _down_kernel[(triton.cdiv(hidden // 64, config.groups2), routing.tiles.shape[0])](
+        act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, N=hidden, K=inter, KP=padded,
+        ROWS=config.rows, LEVELS=levels, GROUPS=config.groups2, STAGES=config.stages,
+        PROMOTE=levels == 2, num_warps=config.warps, **pdl_options(w2.device),
+    )  # fmt: skip
+    return y
