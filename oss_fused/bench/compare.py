@@ -236,6 +236,7 @@ def _measure_group(
             seed = plan.seed + 1000 * number + 100 * repeat + position
             # neither arm always goes first
             for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
+                load_average = os.getloadavg()[0]
                 figures = client.run(server, cell, seed, server.model, extra=plan.bench_flags)
                 results["measurements"].append(
                     {
@@ -246,6 +247,7 @@ def _measure_group(
                         "input_len": cell.input_len,
                         "output_len": cell.output_len,
                         "num_prompts": cell.num_prompts,
+                        "load_average": round(load_average, 2),
                         "figures": figures,
                     }
                 )

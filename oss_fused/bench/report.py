@@ -45,23 +45,28 @@ def markdown(results: Mapping[str, Any], chart: str | None = "chart.png") -> str
 
 def quality_table(quality: Mapping[str, Any]) -> str:
     """Table of the JSON that scripts/evaluate.py writes."""
-    base = quality["baseline"]
-    rows = [[base["model"], f"{base['perplexity']:.3f}", "1", "", "", ""]]
-    rows += [
-        [
-            arm["model"],
-            f"{arm['perplexity']:.3f}",
-            f"{arm['perplexity_factor']:.4f}",
-            f"{arm['kl_divergence']:.4f}",
-            f"{arm['kl_divergence_p99']:.3f}",
-            f"{arm['top1_agreement']:.1%}",
+    rows = []
+    for text in quality["texts"]:
+        name, base = Path(text["text"]).name, text["baseline"]
+        rows.append([name, base["name"], f"{base['perplexity']:.3f}", "1", "", "", ""])
+        rows += [
+            [
+                name,
+                arm["name"],
+                f"{arm['perplexity']:.3f}",
+                f"{arm['perplexity_factor']:.4f}",
+                f"{arm['kl_divergence']:.4f}",
+                f"{arm['kl_divergence_p99']:.3f}",
+                f"{arm['top1_agreement']:.1%}",
+            ]
+            for arm in text["candidates"]
         ]
-        for arm in quality["candidates"]
-    ]
-    header = ["model", "perplexity", "factor", "KL (nats)", "KL p99", "same top token"]
+    header = ["text", "model", "perplexity", "factor", "KL (nats)", "KL p99", "same top token"]
+    tokens = ", ".join(f"{t['tokens']} tokens of {Path(t['text']).name}" for t in quality["texts"])
+    task = quality["task"]
     note = (
-        f"{quality['tokens']} tokens of {quality['text']} in windows of {quality['window']}; "
-        f"KL over the {quality['top_logprobs']} likeliest tokens and the rest as one."
+        f"{tokens}, in windows of {task['window']}; KL of the baseline from the model over the "
+        f"{task['top']} likeliest tokens, the others taken as one."
     )
     return f"{table(header, rows)}\n\n{note}"
 
@@ -176,7 +181,19 @@ def _method(results: Mapping[str, Any]) -> str:
         variables = [f"{key}={value}" for key, value in arm["environment"].items()]
         command = shlex.join([*variables, "vllm", *arm["command"][arm["command"].index("serve") :]])
         lines.append(f"- {name}: `{command}`")
-    return "\n".join(lines)
+    return "\n".join(lines + _warnings(results))
+
+
+def _warnings(results: Mapping[str, Any]) -> list[str]:
+    """What makes the figures doubtful."""
+    cores = results["environment"]["cpu_count"]
+    busiest = max(run.get("load_average", 0.0) for run in results["measurements"])
+    if busiest <= 1.5 * cores or results["environment"]["gpus"]:
+        return []
+    return [
+        f"- Other programs were running: load average up to {busiest:.1f} on {cores} cores. "
+        "Times are worth little; measure again on an idle machine."
+    ]
 
 
 def draw_chart(results: Mapping[str, Any], path: Path) -> None:

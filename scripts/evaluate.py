@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Measure what quantisation costs: perplexity, KL divergence and top-1 agreement, through vLLM.
+
+Each model reads the same text in windows; a candidate is compared with the baseline token by token:
+
+  evaluate.py --baseline models/M --candidate models/M-oss-fp8 --text book.txt --output quality.json
+  evaluate.py --baseline models/M --candidate "online=models/M --quantization oss_fp8" --text a b
+
+A model is [NAME=][VAR=VALUE ...] FOLDER [engine flags as of `vllm serve`]. Use text that the
+calibration has not seen. Exit codes: 0 measured, 1 a model failed, 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from oss_fused.bench import evaluate, report, summary
+from oss_fused.bench.compare import Arm, parse_arm
+from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.folder import write_json
+from oss_fused.bench.processes import Terminated
+from oss_fused.errors import OssFusedError
+
+
+def main() -> int:
+    """Parse the command line, measure, write JSON and show the table."""
+    parser = make_parser()
+    args = parser.parse_args()
+    arms = check(parser, args)
+    task = evaluate.Task(args.text, args.window, args.max_tokens, args.top_logprobs)
+    scorer = evaluate.Scorer(task, has_gpu(), args.engine_flags, args.cache)
+    environment = fingerprint()
+    try:
+        results = evaluate.evaluate(scorer, arms)
+        results = {"kind": "oss_fused.evaluate", "environment": environment, **results}
+        write_json(args.output, results)
+        if args.summary:
+            worst = max(text["candidates"][0]["perplexity_factor"] for text in results["texts"])
+            where = summary.relative(args.output, args.summary)
+            figure = {"value": round(worst, 5), "file": where}
+            summary.merge_summary(args.summary, {args.summary_name: figure})
+    except (OssFusedError, OSError, ValueError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Terminated) as error:
+        print(f"evaluate: stopped by {type(error).__name__}", file=sys.stderr)
+        return 130
+    print(f"\n{report.quality_table(results)}\n\nwrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Command line of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--baseline", required=True, metavar="MODEL", help="the unquantised model")
+    add("--candidate", required=True, action="append", metavar="MODEL", help="repeat for several")
+    add("--text", required=True, nargs="+", type=Path, help="UTF-8 text files")
+    add("--output", required=True, type=Path, help="JSON file to write")
+    add("--window", type=int, default=512, help="tokens that see each other (default: 512)")
+    add("--max-tokens", type=int, default=4096, help="tokens of each text (default: 4096)")
+    add("--top-logprobs", type=int, default=100, help="tokens in the KL sum (default: 100)")
+    add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
+    add("--cache", type=Path, help="folder that keeps log-probabilities between runs")
+    add("--summary", type=Path, help="flat JSON to merge the first candidate's worst factor into")
+    add("--summary-name", help="its name there, such as main_job.smollm2.ppl_factor")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm]:
+    """The arms; ends with a usage error where arguments make no sense."""
+    for name, least in (("window", 2), ("max_tokens", 2), ("top_logprobs", 1)):
+        if getattr(args, name) < least:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {getattr(args, name)}: expected at least {least}")
+    for path in args.text:
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--text {path}: cannot be read as UTF-8 text: {error}")
+    if args.output.is_dir():
+        parser.error(f"--output {args.output}: is a folder; name a JSON file")
+    if args.summary and not args.summary_name:
+        parser.error("--summary: needs --summary-name")
+    arms: list[Arm] = []
+    for text in (args.baseline, *args.candidate):
+        try:
+            arm = parse_model(text, {arm.name for arm in arms})
+        except ValueError as error:
+            parser.error(str(error))
+        if not Path(arm.model).is_dir() and arm.model.count("/") != 1:
+            parser.error(f"model {arm.model}: no such folder")
+        arms.append(arm)
+    return arms
+
+
+def parse_model(text: str, taken: set[str]) -> Arm:
+    """Read ``[NAME=]MODEL [flags]``; without a name the folder's name is taken.
+
+    Raises:
+        ValueError: it names no model, or a name that is taken.
+    """
+    first = text.split(maxsplit=1)[0] if text.strip() else ""
+    name, equals, _ = first.partition("=")
+    if not equals or name.isupper() or "/" in name:
+        folder = next((word for word in shlex.split(text) if "=" not in word), "model")
+        name = "".join(c if c.isalnum() or c in "._-" else "-" for c in Path(folder).name)
+        twins = sum(other == name or other.startswith(f"{name}-twin") for other in taken)
+        text = f"{name}{f'-twin{twins}' if twins else ''}={text}"
+    arm = parse_arm(text)
+    if arm.name in taken:
+        raise ValueError(f"model {text!r}: the name {arm.name} is taken")
+    return arm
+
+
+if __name__ == "__main__":
+    sys.exit(main())
