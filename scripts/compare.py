@@ -29,9 +29,8 @@ from typing import Any
 
 from oss_fused.bench import compare, report, summary
 from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import atomic_folder, write_json
 from oss_fused.bench.processes import Terminated, signals_as_exceptions
-from oss_fused.errors import CheckpointError, OssFusedError
+from oss_fused.errors import CheckpointError, OssFusedError, ServerError
 
 
 def main() -> int:
@@ -42,6 +41,7 @@ def main() -> int:
         if args.render:
             folder = args.render
             results = json.loads((folder / "results.json").read_text())
+            report.render(results, folder)
         else:
             check(parser, args)
             folder, results = args.output, measure(args)
@@ -138,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--render",
         type=Path,
         metavar="FOLDER",
-        help="measure nothing: take results.json of this folder, for --summary",
+        help="measure nothing: redo report and chart of this folder, and --summary",
     )
     return parser
 
@@ -209,8 +209,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     environment = fingerprint()
     logs = Path(tempfile.mkdtemp(prefix="oss-fused-compare-"))
-    with signals_as_exceptions():
-        measured = compare.run(plan, logs)
+    try:
+        with signals_as_exceptions():
+            measured = compare.run(plan, logs)
+    except ServerError:
+        raise  # its message names the logs
+    except BaseException:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise
     results: dict[str, Any] = {
         "kind": "oss_fused.compare",
         "version": 1,
@@ -222,13 +228,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.overwrite and args.output.exists():
         shutil.rmtree(args.output)
-    with atomic_folder(args.output) as folder:
-        write_json(folder / "results.json", results)
-        (folder / "report.md").write_text(report.markdown(results))
-        report.draw_chart(results, folder / "chart.png")
-        with (folder / "server-logs.txt").open("w") as everything:
-            for log in sorted(logs.glob("*.log")):
-                everything.write(f"==== {log.name}\n{log.read_text(errors='replace')}\n")
+    report.write_folder(results, args.output, logs)
     shutil.rmtree(logs, ignore_errors=True)
     return results
 

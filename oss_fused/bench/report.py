@@ -9,9 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from oss_fused.bench.environment import describe
+from oss_fused.bench.folder import atomic_folder, write_json
 
 _LATENCIES = ("ttft", "tpot", "itl")
 _COLOURS = ("#8a8f98", "#1f77b4", "#d9772b", "#2ca02c", "#9467bd")
+
+
+def write_folder(results: Mapping[str, Any], output: Path, logs: Path) -> None:
+    """Write results.json, report.md, chart.png and server-logs.txt: all of them or none.
+
+    Args:
+        results: the comparison, "cells" included (see summary.condense).
+        output: folder to create.
+        logs: folder whose ``*.log`` are joined into server-logs.txt.
+
+    Raises:
+        CheckpointError: ``output`` exists, or writing failed.
+    """
+    with atomic_folder(output) as folder:
+        write_json(folder / "results.json", results)
+        render(results, folder)
+        with (folder / "server-logs.txt").open("w") as everything:
+            for log in sorted(logs.glob("*.log")):
+                everything.write(f"==== {log.name}\n{log.read_text(errors='replace')}\n")
+
+
+def render(results: Mapping[str, Any], folder: Path) -> None:
+    """Write report.md and chart.png into ``folder``."""
+    (folder / "report.md").write_text(markdown(results))
+    draw_chart(results, folder / "chart.png")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -190,10 +216,8 @@ def _warnings(results: Mapping[str, Any]) -> list[str]:
     busiest = max(run.get("load_average", 0.0) for run in results["measurements"])
     if busiest <= 1.5 * cores or results["environment"]["gpus"]:
         return []
-    return [
-        f"- Other programs were running: load average up to {busiest:.1f} on {cores} cores. "
-        "Times are worth little; measure again on an idle machine."
-    ]
+    warning = f"Other programs were running: load average up to {busiest:.1f} on {cores} cores. "
+    return [f"\n{warning}Times are worth little; measure again on an idle machine."]
 
 
 def draw_chart(results: Mapping[str, Any], path: Path) -> None:
