@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 import oss_fused.ops  # noqa: F401  (registers the operators)
+from oss_fused import autograd
 from oss_fused.errors import NumericalOverflowError, SchemeError, ShapeMismatchError
 from oss_fused.kernels.validation import FP8
 
@@ -96,9 +97,16 @@ def fp8_gemm(
     if out_dtype is None:
         floating = [t.dtype for t in (a, b) if t.dtype != FP8]
         out_dtype = floating[0] if floating else torch.bfloat16
-    qa, sa = _quantized(a, a_scale, "token")
-    qb, sb = _quantized(b.t(), b_scale, "channel")
-    return _ops.fp8_gemm(qa, qb, sa, sb, bias, out_dtype)
+    with torch.no_grad():
+        qa, sa = _quantized(a, a_scale, "token")
+        qb, sb = _quantized(b.t(), b_scale, "channel")
+        out = _ops.fp8_gemm(qa, qb, sa, sb, bias, out_dtype)
+    if autograd.needs_grad(a, b, bias):
+        # an FP8 operand takes part as the numbers that its codes stand for
+        wide_a = a if a.dtype != FP8 else dequantize_fp8(qa, sa, out_dtype)
+        wide_b = b if b.dtype != FP8 else dequantize_fp8(qb, sb, out_dtype).t()
+        return autograd.FP8Product.apply(wide_a, wide_b, bias, out)
+    return out
 
 
 def _quantized(
@@ -109,3 +117,72 @@ def _quantized(
     if scale is None:
         return t, torch.ones(1, device=t.device)
     return t, scale if scale.numel() == 1 else scale.reshape(-1, 1)
+
+
+def fused_rmsnorm_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """RMSNorm and rotary embedding in one launch.
+
+    ``y = x * rsqrt(mean(x^2) + eps) * weight`` (Zhang and Sennrich 2019), then per head
+    ``y * cos + rotate_half(y) * sin`` (Su et al. 2021, the pairing of GPT-NeoX and Llama).
+
+    Args:
+        x: [batch, sequence, hidden] bfloat16, float16 or float32.
+        weight: [hidden].
+        cos: [sequence, head_dim], head_dim even and a divisor of hidden.
+        sin: [sequence, head_dim].
+        eps: added to the mean square.
+
+    Returns:
+        [batch, sequence, hidden] in x.dtype. NaN and Inf propagate.
+
+    Raises:
+        ShapeMismatchError: the shapes do not fit.
+        UnsupportedDtypeError: x's dtype.
+    """
+    if autograd.needs_grad(x, weight):
+        return autograd.RMSNormRoPE.apply(x, weight, cos, sin, eps)
+    return _ops.rmsnorm_rope(x, weight, cos, sin, eps)
+
+
+def fused_gated_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str = "silu",
+    activation_on: str = "up",
+    gate_scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Both projections of a gated MLP, the activation and the product in one kernel.
+
+    ``gate(x) * activation(up(x))``; with ``activation_on="gate"`` the form of HF checkpoints,
+    ``activation(gate(x)) * up(x)`` (Shazeer 2020).
+
+    Args:
+        x: [..., hidden].
+        gate_weight: [intermediate, hidden] in x.dtype, or float8_e4m3fn with gate_scale.
+        up_weight: [intermediate, hidden], likewise.
+        activation: "silu", "gelu" (erf form) or "gelu_tanh".
+        activation_on: "up" or "gate".
+        gate_scale: float32 [intermediate, 1] or [1] of an FP8 gate_weight.
+        up_scale: likewise.
+
+    Returns:
+        [..., intermediate] in x.dtype.
+
+    Raises:
+        ShapeMismatchError: the shapes do not fit.
+        UnsupportedDtypeError: a dtype.
+        SchemeError: unknown activation or activation_on, or only one of the scales.
+    """
+    if gate_scale is None and autograd.needs_grad(x, gate_weight, up_weight):
+        return autograd.GatedMLP.apply(x, gate_weight, up_weight, activation, activation_on)
+    return _ops.gated_mlp(
+        x, gate_weight, up_weight, gate_scale, up_scale, activation, activation_on
+    )

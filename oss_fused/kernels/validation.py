@@ -16,6 +16,7 @@ FP8 = torch.float8_e4m3fn
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STRATEGIES = ("tensor", "token", "channel")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -57,8 +58,7 @@ def check_scale(name: str, scale: torch.Tensor, rows: int) -> None:
 
 def check_strategy(strategy: str) -> None:
     """Raise SchemeError for an unknown quantisation strategy."""
-    if strategy not in STRATEGIES:
-        raise SchemeError(f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}")
+    check_choice("strategy", strategy, STRATEGIES)
 
 
 def check_gemm(
@@ -107,3 +107,115 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
         x = x.reshape(1)
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise SchemeError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise SchemeError(f"{name}={value!r}: expected one of {', '.join(choices)}")
+
+
+def check_act_quant(x: torch.Tensor, activation: str, scale: torch.Tensor | None) -> None:
+    """Check the arguments of ``act_mul_quant``."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_choice("activation", activation, ACTIVATIONS)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., 2 * intermediate]")
+    if scale is not None:
+        check_scale("scale", scale, 1)
+    check_same_device(x, scale=scale)
+
+
+def check_gated_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    gate_scale: torch.Tensor | None,
+    up_scale: torch.Tensor | None,
+    activation: str,
+    activation_on: str,
+) -> None:
+    """Check the arguments of ``gated_mlp``: weights [I, H] in x.dtype, or FP8 with scales."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("activation_on", activation_on, ("up", "gate"))
+    if gate_weight.dim() != 2 or x.dim() == 0 or gate_weight.shape[1] != x.shape[-1]:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}, gate_weight.shape={tuple(gate_weight.shape)}: "
+            "expected [..., H] and [I, H]"
+        )
+    check_shape("up_weight", up_weight, tuple(gate_weight.shape))
+    if (gate_scale is None) != (up_scale is None):
+        raise SchemeError("gate_scale and up_scale: expected both, or neither")
+    allowed = (x.dtype,) if gate_scale is None else (FP8,)
+    check_dtype("gate_weight", gate_weight, allowed)
+    check_dtype("up_weight", up_weight, allowed)
+    for name, scale in (("gate_scale", gate_scale), ("up_scale", up_scale)):
+        if scale is not None:
+            check_scale(name, scale, gate_weight.shape[0])
+    check_same_device(
+        x, gate_weight=gate_weight, up_weight=up_weight, gate_scale=gate_scale, up_scale=up_scale
+    )
+
+
+def check_rmsnorm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Check the arguments of ``rmsnorm_rope``: x [B, S, H], weight [H], cos and sin [S, D]."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    if x.dim() != 3:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [batch, sequence, hidden]")
+    check_shape("weight", weight, (x.shape[-1],))
+    if cos.dim() != 2 or cos.shape[0] != x.shape[1]:
+        raise ShapeMismatchError(f"cos.shape={tuple(cos.shape)}: expected ({x.shape[1]}, head_dim)")
+    head_dim = cos.shape[1]
+    if head_dim % 2 or head_dim == 0 or x.shape[-1] % head_dim:
+        raise ShapeMismatchError(
+            f"cos.shape={tuple(cos.shape)}: expected an even head_dim that divides {x.shape[-1]}"
+        )
+    check_shape("sin", sin, tuple(cos.shape))
+    check_same_device(x, weight=weight, cos=cos, sin=sin)
+
+
+def check_rope_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Check the arguments of ``rope_kv``: qkv [T, (Hq + 2 Hkv) * D], caches [B, N, Hkv, D]."""
+    check_dtype("qkv", qkv, FLOAT_DTYPES)
+    if key_cache.dim() != 4 or key_cache.stride(-1) != 1 or value_cache.stride(-1) != 1:
+        raise ShapeMismatchError(
+            f"key_cache.shape={tuple(key_cache.shape)}: expected [blocks, block_size, kv_heads, "
+            "head_dim], contiguous along head_dim"
+        )
+    check_shape("value_cache", value_cache, tuple(key_cache.shape))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_dtype(name, cache, (qkv.dtype, FP8))
+    kv_heads, head_dim = key_cache.shape[2:]
+    width = (num_heads + 2 * kv_heads) * head_dim
+    if qkv.dim() != 2 or qkv.shape[1] != width or (qkv.shape[0] and qkv.stride(1) != 1):
+        raise ShapeMismatchError(f"qkv.shape={tuple(qkv.shape)}: expected [tokens, {width}]")
+    check_shape("positions", positions, (qkv.shape[0],))
+    if slot_mapping.dim() != 1 or slot_mapping.shape[0] > qkv.shape[0]:
+        raise ShapeMismatchError(
+            f"slot_mapping.shape={tuple(slot_mapping.shape)}: expected at most {qkv.shape[0]} slots"
+        )
+    rotary = cos_sin_cache.shape[-1]
+    if cos_sin_cache.dim() != 2 or rotary % 2 or rotary > head_dim:
+        raise ShapeMismatchError(
+            f"cos_sin_cache.shape={tuple(cos_sin_cache.shape)}: expected [positions, rotary_dim], "
+            f"rotary_dim even and at most {head_dim}"
+        )
+    check_same_device(
+        qkv,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+    )

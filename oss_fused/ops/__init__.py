@@ -4,6 +4,6 @@
 Importing this package registers them all, once.
 """
 
-from oss_fused.ops import attention, gemm, moe, norm, quantize
+from oss_fused.ops import attention, gemm, mlp, moe, norm, quantize, rope
 
-__all__ = ["attention", "gemm", "moe", "norm", "quantize"]
+__all__ = ["attention", "gemm", "mlp", "moe", "norm", "quantize", "rope"]

@@ -52,7 +52,11 @@ def gemm_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
     if k % 16:
         return {"kernel": "tile"}
     if bucket <= 2:
-        return {"kernel": "gemv", "rows_n": 8, "block_k": 2048, "num_warps": 4}
+        return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}
     if bucket <= 64:
         return {"kernel": "swap", "block_m": max(bucket, 16)}
+    if bucket <= 128:
+        return {"kernel": "swap", "block_m": 128, "num_stages": 4}
+    if bucket <= 1024:
+        return {"kernel": "large", "block_n": 128, "num_stages": 5}
     return {"kernel": "large"}

@@ -3,13 +3,17 @@
 
 # operation -> module of this package that holds the function of that name
 OPERATIONS: dict[str, str] = {
+    "act_mul_quant": "mlp",
     "add_rms_norm_quant": "norm",
     "decode_attention": "attention_decode",
     "dequantize_fp8": "quantize",
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
+    "gated_mlp": "mlp_gated",
     "moe_mxfp4": "moe",
     "moe_repack_mxfp4": "mxfp4",
     "moe_route": "router",
     "quantize_fp8": "quantize",
+    "rmsnorm_rope": "rope",
+    "rope_kv": "rope_kv",
 }

@@ -4,6 +4,7 @@
 One CTA per multiprocessor walks over output tiles, GROUP_M row blocks at a time so that their
 operands stay in L2; the next tile's loads run under the epilogue of the last. The tensor cores
 sum in their own accumulator over all of K (as CUTLASS's fast accumulation and cuBLASLt do).
+Triton 3.6's warp specialisation compiles this loop but hangs on Hopper, so it is not used.
 """
 
 from __future__ import annotations
@@ -64,9 +65,6 @@ def _gemm_large_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
 ):
     blocks_m = tl.cdiv(m, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -74,26 +72,17 @@ def _gemm_large_kernel(
         tl.program_id(0),
         blocks_m * blocks_n,
         tl.num_programs(0),
-        flatten=FLATTEN,
+        flatten=True,
     ):
         block_m, block_n = _tile_of(index, blocks_m, blocks_n, GROUP_M)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in tl.range(0, tl.cdiv(k, BLOCK_K), warp_specialize=WARP_SPECIALIZE):
-            tile_a = a_desc.load([block_m * BLOCK_M, step * BLOCK_K])
-            tile_b = b_desc.load([block_n * BLOCK_N, step * BLOCK_K])
+        for start in range(0, k, BLOCK_K):
+            tile_a = a_desc.load([block_m * BLOCK_M, start])
+            tile_b = b_desc.load([block_n * BLOCK_N, start])
             acc = dot_fp8(tile_a, tile_b.T, acc)
         offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        if SUBTILES == 2:
-            # halves of the tile, so that the store's staging buffer leaves room for a stage
-            halves = acc.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute(0, 2, 1)
-            left, right = tl.split(halves)
-            offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-            _store_tile(left, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
-            offs_n += BLOCK_N // 2
-            _store_tile(right, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
-        else:
-            offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            _store_tile(acc, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
+        offs_n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        _store_tile(acc, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
 
 
 @functools.cache
@@ -114,18 +103,14 @@ def gemm_large(
     block_n: int = 256,
     block_k: int = 128,
     group_m: int = 8,
-    subtiles: int = 2,
-    flatten: bool = True,
-    warp_specialize: bool = False,
     num_stages: int = 3,
     num_warps: int = 8,
-    persistent: bool = True,
 ) -> None:
     """Launch; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    _gemm_large_kernel[(min(tiles, _multiprocessors(a.device)) if persistent else tiles,)](
+    _gemm_large_kernel[(min(tiles, _multiprocessors(a.device)),)](
         TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k]),
         TensorDescriptor(b, list(b.shape), list(b.stride()), [block_n, block_k]),
         a_scale,
@@ -141,9 +126,6 @@ def gemm_large(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP_M=group_m,
-        SUBTILES=subtiles,
-        FLATTEN=flatten,
-        WARP_SPECIALIZE=warp_specialize,
         num_stages=num_stages,
         num_warps=num_warps,
     )

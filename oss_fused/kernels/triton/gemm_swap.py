@@ -3,7 +3,7 @@
 
 Computes [N, K] @ [K, M], so that a few rows fill the narrow side of a wgmma tile. Both operands
 come through tensor descriptors (TMA), several stages deep: few CTAs keep memory busy. Splitting
-K over CTAs was measured and did not pay; nor did asking L2 for whole weight rows in advance.
+K over CTAs was measured and did not pay; nor did asking L2 for weights before the wait.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from oss_fused.kernels.triton.launch import (
-    pdl_options,
-    prefetch_rows,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 
 
@@ -26,7 +21,6 @@ from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 def _gemm_swap_kernel(
     a_desc,
     b_desc,
-    b,
     a_scale,
     b_scale,
     bias,
@@ -34,13 +28,11 @@ def _gemm_swap_kernel(
     m,
     n,
     k,
-    stride_b,
     A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     start_next()
     first_n = tl.program_id(0) * BLOCK_N
@@ -49,10 +41,6 @@ def _gemm_swap_kernel(
     offs_m = first_m + tl.arange(0, BLOCK_M)
     in_n = offs_n < n
     in_m = offs_m < m
-    if PREFETCH:
-        # the first tiles' weights, while the kernel before still runs
-        rows_b = b + tl.minimum(offs_n, n - 1).to(tl.int64) * stride_b
-        prefetch_rows(rows_b, tl.minimum(k, PREFETCH))
     wait_for_inputs()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, k, BLOCK_K):
@@ -87,7 +75,6 @@ def gemm_swap(
     block_m: int = 16,
     block_n: int = 64,
     block_k: int = 256,
-    prefetch: int = 0,
     num_stages: int = 5,
     num_warps: int = 4,
 ) -> None:
@@ -97,7 +84,6 @@ def gemm_swap(
     _gemm_swap_kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
         TensorDescriptor(a, [m, k], [a.stride(0), 1], [block_m, block_k]),
         TensorDescriptor(b, [n, k], [b.stride(0), 1], [block_n, block_k]),
-        b,
         a_scale,
         b_scale,
         bias,
@@ -105,13 +91,11 @@ def gemm_swap(
         m,
         n,
         k,
-        b.stride(0),
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        PREFETCH=prefetch,
         num_warps=num_warps,
         num_stages=num_stages,
         **pdl_options(a.device),

@@ -31,20 +31,6 @@ def wait_for_inputs():
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def prefetch_rows(pointers, n_bytes):
-    """Ask L2 for ``n_bytes`` (a multiple of 16) from each 16-byte aligned address."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [pointers.to(tl.int64), n_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels written for programmatic dependent launch (Hopper and later)."""

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -42,15 +43,17 @@ def _add_rms_norm_quant_kernel(
     STATIC: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
 ):
+    start_next()
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs()
     hidden = tl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
         hidden = round_to(hidden, dtype).to(tl.float32)
-    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(residual_out + row * n_cols + cols, hidden.to(dtype), mask=mask)
     rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / n_cols + eps)
     y = round_to(hidden * rstd, dtype).to(tl.float32) * gain
@@ -113,5 +116,6 @@ def add_rms_norm_quant(
         STATIC=scale is not None,
         WRITE_NORMED=write_normed,
         num_warps=min(max(block // 1024, 1), 16),
+        **pdl_options(x.device),
     )
     return q, out_scale, residual_out, normed

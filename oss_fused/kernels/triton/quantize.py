@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import (
     from_fp8,
     magnitude_bits,
@@ -42,6 +43,8 @@ _TL_DTYPE = {
 
 @triton.jit
 def _quantize_row_kernel(x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+    start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * n_cols
@@ -81,6 +84,8 @@ def _scale_kernel(amax_bits, scale):
 
 @triton.jit
 def _quantize_static_kernel(x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr):
+    start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inv = tl.div_rn(1.0, tl.load(scale + row * scale_stride))
@@ -137,6 +142,7 @@ def quantize_fp8(
             BLOCK=block,
             LOOP=n_cols > block,
             num_warps=min(max(block // 512, 1), 8),
+            **pdl_options(x.device),
         )
     return q, out_scale
 
@@ -155,6 +161,7 @@ def _quantize_static(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -
         n_cols,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 4),
+        **pdl_options(rows.device),
     )
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""RMSNorm + rotary embedding of whole rows, in one launch.
+
+x [B, S, H], weight [H], cos and sin [S, D]: y = x * rsqrt(mean(x^2) + eps) * weight, and for
+each head of D values out = y * cos + rotate_half(y) * sin. One CTA a row, both halves of its heads
+in registers; the intermediate never leaves them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.numerics import round_to
+from oss_fused.kernels.validation import check_rmsnorm_rope
+
+
+@triton.jit(do_not_specialize=["sequence"])
+def _rmsnorm_rope_kernel(
+    x,
+    weight,
+    cos,
+    sin,
+    out,
+    sequence,
+    heads,
+    half,
+    stride_batch,
+    stride_token,
+    stride_cos,
+    stride_sin,
+    eps,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    start_next()
+    row = tl.program_id(0).to(tl.int64)
+    token = row % sequence
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    mask = (head < heads) & (lane < half)
+    left = head * (2 * half) + lane
+    right = left + half
+    gain_left = tl.load(weight + left, mask=mask, other=0.0).to(tl.float32)
+    gain_right = tl.load(weight + right, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs()
+    source = x + (row // sequence) * stride_batch + token * stride_token
+    x_left = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
+    x_right = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
+    in_half = lane < half
+    cos += token * stride_cos
+    sin += token * stride_sin
+    cos_left = tl.load(cos + lane, mask=in_half, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + half + lane, mask=in_half, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + lane, mask=in_half, other=0.0).to(tl.float32)
+    sin_right = tl.load(sin + half + lane, mask=in_half, other=0.0).to(tl.float32)
+    total = tl.sum(tl.sum(x_left * x_left + x_right * x_right, 1), 0)
+    rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
+    y_left = x_left * rstd * gain_left
+    y_right = x_right * rstd * gain_right
+    dtype: tl.constexpr = out.dtype.element_ty
+    target = out + row * (heads * 2 * half)
+    tl.store(target + left, round_to(y_left * cos_left - y_right * sin_left, dtype), mask=mask)
+    tl.store(target + right, round_to(y_right * cos_right + y_left * sin_right, dtype), mask=mask)
+
+
+def rmsnorm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """``y * cos + rotate_half(y) * sin`` of ``y = rms_norm(x)``; see ops/rope.py."""
+    check_rmsnorm_rope(x, weight, cos, sin)
+    batch, sequence, hidden = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    x = x if x.stride(2) == 1 else x.contiguous()
+    cos = cos if cos.stride(1) == 1 else cos.contiguous()
+    sin = sin if sin.stride(1) == 1 else sin.contiguous()
+    half = cos.shape[1] // 2
+    heads = hidden // cos.shape[1]
+    head_block, half_block = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    _rmsnorm_rope_kernel[(batch * sequence,)](
+        x,
+        weight.contiguous(),
+        cos,
+        sin,
+        out,
+        sequence,
+        heads,
+        half,
+        x.stride(0),
+        x.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        HEADS=head_block,
+        HALF=half_block,
+        num_warps=min(max(head_block * half_block // 512, 1), 16),
+        **pdl_options(x.device),
+    )
+    return out
