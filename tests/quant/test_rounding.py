@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
+from oss_fused.quant.formats import E4M3, E5M2, dequantize, quantize
+from oss_fused.quant.rounding import (
+    InputMoments,
+    output_error,
+    round_with_feedback,
+    search_scale,
+)
+
+
+def inputs(features: int, tokens: int = 600) -> torch.Tensor:
+    """Correlated inputs of uneven power, as a language model's are."""
+    torch.manual_seed(0)
+    mix = torch.randn(features, features) / features**0.5
+    return torch.randn(tokens, features) @ (mix + 2 * mix[:, :1]) * torch.logspace(-1, 1, features)
+
+
+def moments_of(x: torch.Tensor) -> torch.Tensor:
+    moments = InputMoments(x.shape[1], x.device)
+    for part in x.split(100):
+        moments.see(part.unsqueeze(0))
+    return moments.mean("layer")
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("features", [45, 200])
+def test_feedback_more_than_halves_the_output_error(features, fmt) -> None:
+    x, weight = inputs(features), torch.randn(31, features)
+    moments = moments_of(x)
+    q, scale = round_with_feedback(weight, moments, fmt)
+    assert q.dtype is fmt.dtype and scale.shape == (31, 1)
+    exact = x @ weight.t()
+    plain = (x @ dequantize(*quantize(weight, "channel", fmt=fmt)).t() - exact).square().mean()
+    ours = (x @ dequantize(q, scale).t() - exact).square().mean()
+    assert ours < 0.5 * plain
+
+
+def test_no_row_is_worse_than_plain_rounding() -> None:
+    weight, moments = torch.randn(64, 40), torch.eye(40)
+    moments[3, 3] = 0.0
+    ours = output_error(weight, dequantize(*round_with_feedback(weight, moments)), moments)
+    plain = output_error(weight, dequantize(*quantize(weight, "channel")), moments)
+    assert (ours <= plain).all()
+
+
+def test_output_error_is_the_mean_over_the_inputs() -> None:
+    x, weight = inputs(20), torch.randn(5, 20)
+    rounded = dequantize(*quantize(weight, "channel"))
+    expected = (x @ (rounded - weight).t()).square().mean(0)
+    torch.testing.assert_close(
+        output_error(weight, rounded, moments_of(x)), expected, rtol=1e-3, atol=1e-9
+    )
+
+
+def test_search_never_clips_and_never_loses() -> None:
+    weight = torch.randn(50, 64)
+    moments = moments_of(inputs(64))
+    scale = search_scale(weight, moments)
+    assert (weight.abs().amax(-1, keepdim=True) / scale <= 448.01).all()
+    power = moments.diagonal()
+    ours = (dequantize(*quantize(weight, "channel", scale)) - weight).square() @ power
+    plain = (dequantize(*quantize(weight, "channel")) - weight).square() @ power
+    assert (ours <= plain * 1.00001).all() and ours.sum() < 0.99 * plain.sum()
+
+
+def test_exact_weights_stay_exact() -> None:
+    q, scale = quantize(torch.randn(16, 32), "channel", torch.full((16, 1), 0.25))
+    weight = dequantize(q, scale)
+    weight[:, 0] = 448 * 0.25
+    rounded = dequantize(*round_with_feedback(weight, moments_of(inputs(32))))
+    assert torch.equal(rounded, weight)
+
+
+def test_an_input_that_is_always_zero_changes_nothing() -> None:
+    weight = torch.randn(8, 16)
+    q, scale = round_with_feedback(weight, torch.zeros(16, 16))
+    plain, plain_scale = quantize(weight, "channel")
+    assert torch.equal(q.float(), plain.float()) and torch.equal(scale, plain_scale)
+
+
+def test_zero_rows_have_scale_one() -> None:
+    weight = torch.randn(8, 16)
+    weight[2] = 0
+    q, scale = round_with_feedback(weight, moments_of(inputs(16)))
+    assert scale[2] == 1 and not q[2].float().any()
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ShapeMismatchError, match=r"moments\.shape"):
+        round_with_feedback(torch.randn(3, 4), torch.eye(3))
+    moments = InputMoments(4, torch.device("cpu"))
+    with pytest.raises(NumericalOverflowError, match="q_proj: no calibration sample"):
+        moments.mean("q_proj")
+    moments.see(torch.full((1, 4), float("inf")))
+    with pytest.raises(NumericalOverflowError, match="q_proj: NaN or Inf"):
+        moments.mean("q_proj")
