@@ -16,42 +16,63 @@ from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.triton.router import Routing, encode_rows, route
 from oss_fused.kernels.validation import HALF_DTYPES, check_dtype
 
+# ask L2 for a program's weights while it waits for the activations
+_PREFETCH = True
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """Tile of both products: tokens a tile, 64-row weight groups, warps, pipeline stages."""
+class Tile:
+    """Tile of one product: 64-row weight groups, shares of K, warps, pipeline stages."""
 
-    rows: int
-    groups13: int
-    groups2: int
+    groups: int
+    split: int
     warps: int
     stages: int
 
 
-def choose_config(pairs: int, experts: int, fp8: bool, groups13: int, groups2: int) -> MoEConfig:
+@dataclass(frozen=True)
+class MoEConfig:
+    """Tokens of a tile, and how the two products run."""
+
+    rows: int
+    gate_up: Tile
+    down: Tile
+    promote: bool
+
+
+def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
     """Deterministic choice from the mean number of pairs an expert gets.
 
     Args:
         pairs: T * top_k.
         experts: of this rank.
         fp8: FP8 activations, one level instead of two.
-        groups13: 64-row groups of w13, at most so many are taken at once.
-        groups2: the same of w2.
     """
     mean = pairs / experts
     if fp8:
-        rows, groups, warps, stages = (128, 2, 8, 4) if mean > 64 else (64, 2, 8, 4)
-    elif mean <= 4:
-        rows, groups, warps, stages = 8, 1, 4, 5
-    elif mean <= 12:
-        rows, groups, warps, stages = 16, 2, 4, 4
-    elif mean <= 28:
-        rows, groups, warps, stages = 32, 2, 4, 4
-    else:
-        rows, groups, warps, stages = 64, 2, 8, 4
-    return MoEConfig(rows, min(groups, groups13), min(groups, groups2), warps, stages)
+        tile = Tile(1, 1, 4, 3)
+        return MoEConfig(128 if mean > 64 else 64, tile, tile, False)
+    if mean <= 0.25:
+        return MoEConfig(2, Tile(1, 4, 16, 3), Tile(1, 4, 16, 4), True)
+    if mean <= 4:
+        return MoEConfig(8, Tile(1, 1, 4, 6), Tile(1, 1, 4, 6), True)
+    if mean <= 12:
+        return MoEConfig(16, Tile(2, 1, 4, 4), Tile(1, 1, 4, 4), True)
+    if mean <= 28:
+        return MoEConfig(32, Tile(2, 1, 4, 3), Tile(1, 1, 4, 3), True)
+    return MoEConfig(64, Tile(1, 1, 4, 3), Tile(1, 1, 4, 3), True)
+
+
+def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
+    """Kernel arguments for a tile; ``groups``: the 64-row groups that the weight has."""
+    taken = min(tile.groups, 1 << (groups.bit_length() - 1))
+    return {
+        "GROUPS": taken,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
 
 
 @triton.jit
@@ -102,7 +123,7 @@ def moe_mxfp4(
     experts, rows13, _ = w13.shape
     fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
     if config is None:
-        config = choose_config(tokens * top_k, experts, fp8, rows13 // 64, hidden // 64)
+        config = choose_config(tokens * top_k, experts, fp8)
     levels = 1 if fp8 else 2
     routing = route(router_logits, top_k, renormalize, expert_map, experts, config.rows, x, levels)
     act, act_scale = gate_up(
@@ -143,12 +164,12 @@ def gate_up(
     else:
         shape = (pairs, levels, padded)
         act = torch.empty(shape, dtype=torch.float8_e4m3fn, device=w13.device)
-    _gate_up_kernel[(triton.cdiv(rows // 64, config.groups13), routing.tiles.shape[0])](
+    options = _tile_options(config.gate_up, rows // 64)
+    _gate_up_kernel[(triton.cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
         routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
         top_k=top_k, N=rows, K=hidden, KP=routing.codes.shape[2], OP=padded, ROWS=config.rows,
-        LEVELS=levels, GROUPS=config.groups13, SILU=silu, STAGES=config.stages,
-        PROMOTE=levels == 2, DTYPE=_TRITON_DTYPES[dtype], num_warps=config.warps,
-        **pdl_options(w13.device),
+        LEVELS=levels, SILU=silu, PROMOTE=config.promote, DTYPE=_TRITON_DTYPES[dtype],
+        **options, **pdl_options(w13.device),
     )  # fmt: skip
     if silu:
         # unbounded, so each row needs its own scale: known only when the row is complete
@@ -171,9 +192,10 @@ def down(
     pairs, levels, padded = act.shape
     hidden = w2.shape[1]
     y = torch.empty(pairs, hidden, dtype=y_dtype, device=w2.device)
-    _down_kernel[(triton.cdiv(hidden // 64, config.groups2), routing.tiles.shape[0])](
+    options = _tile_options(config.down, hidden // 64)
+    _down_kernel[(triton.cdiv(hidden // 64, options["GROUPS"]), routing.tiles.shape[0])](
         act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, N=hidden, K=inter, KP=padded,
-        ROWS=config.rows, LEVELS=levels, GROUPS=config.groups2, STAGES=config.stages,
-        PROMOTE=levels == 2, num_warps=config.warps, **pdl_options(w2.device),
+        ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote, PREFETCH=_PREFETCH,
+        **options, **pdl_options(w2.device),
     )  # fmt: skip
     return y

@@ -58,6 +58,20 @@ def group_row(row):
 
 
 @triton.jit
+def prefetch_bytes(pointers, n_bytes):
+    """Ask L2 for ``n_bytes`` (a multiple of 16) from each 16-byte aligned address."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [pointers.to(tl.int64), n_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def row_scale(words):
     """float32 scale of rows, from their scale words of chunk 0."""
     exponent = (words & 3) | (words >> 6 & 12) | (words >> 12 & 48) | (words >> 18 & 192)
@@ -67,20 +81,21 @@ def row_scale(words):
 
 
 @triton.jit
-def unpack_weights(weight, words, blocks, GROUPS: tl.constexpr):
-    """Tile of e4m3 weights [64 * GROUPS, 128] from packed bytes and scale words.
+def unpack_weights(weight, words, PARTS: tl.constexpr):
+    """Tile of e4m3 weights [64 * PARTS, 128] from packed bytes and scale words.
 
     Args:
-        weight: uint8 [64 * GROUPS, 64], rows and bytes as in memory.
-        words: int32 [64 * GROUPS], rows as in memory.
-        blocks: blocks of the chunk that exist; the others give zeros.
-        GROUPS: row groups of the tile.
+        weight: uint8 [64 * PARTS, 64] and
+        words: int32 [64 * PARTS], both with rows in the order (pair, part, warp, row): row
+            ``32 * pair + 8 * warp + row`` of the part's 64 rows in memory. A thread then loads
+            the very bytes it unpacks, with four warps for the tile or four for each part.
+        PARTS: groups of 64 rows in the tile.
     """
-    ROWS: tl.constexpr = 64 * GROUPS
-    words = words.reshape(GROUPS, 2, 4, 8).permute(0, 2, 1, 3).reshape(ROWS)
+    ROWS: tl.constexpr = 64 * PARTS
+    words = words.reshape(2, PARTS, 4, 8).permute(1, 2, 0, 3).reshape(ROWS)
     block = tl.arange(0, 4)
     step = (words[:, None] >> (8 * block)[None, :]) & 0x78
-    weight = weight.reshape(GROUPS, 2, 4, 8, 4, 4, 4).permute(0, 2, 1, 3, 5, 4, 6)
+    weight = weight.reshape(2, PARTS, 4, 8, 4, 4, 4).permute(1, 2, 0, 3, 5, 4, 6)
     if INTERPRETED:
         # the same codes without PRMT: find each value's nibble and sign in its word
         weight = weight.reshape(ROWS, 4, 4, 4).to(tl.int32)
