@@ -14,6 +14,8 @@ from oss_fused.plugin.patterns import spellings
 # fills scales before loading: no scale has this value, so that what is left was not loaded
 MISSING = torch.finfo(torch.float32).min
 
+_E8M0_NAN = 255
+
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -82,4 +84,23 @@ def check_finite(name: str, weight: torch.Tensor) -> None:
         raise CheckpointError(
             f"{spellings(name)[-1]!r} is missing from the checkpoint, or holds NaN or Inf; "
             f"expected finite weights"
+        )
+
+
+def check_mxfp4_scale(name: str, scale: torch.Tensor) -> None:
+    """Refuse e8m0 block scales that are NaN.
+
+    Args:
+        name: of vLLM's parameter, ``...experts.w13_weight_scale`` or ``...w2_weight_scale``.
+        scale: uint8.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    if bool((scale == _E8M0_NAN).any()):
+        parent, _, leaf = spellings(name)[-1].rpartition(".")
+        part = "gate_up_proj" if leaf.startswith("w13") else "down_proj"
+        raise CheckpointError(
+            f"'{parent}.{part}_scales' holds {_E8M0_NAN}, the NaN of e8m0; expected finite block "
+            f"scales"
         )

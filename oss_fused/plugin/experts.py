@@ -25,7 +25,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin.checks import MISSING
+from oss_fused.plugin.checks import MISSING, check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.experts_reference import route, run_experts
 from oss_fused.plugin.patterns import spellings
@@ -110,8 +110,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
                     replace_parameter(layer, weight, getattr(layer, weight).data.float())
             else:
                 blocks = getattr(layer, weight).data.unflatten(-1, (-1, MXFP4_BLOCK // 2))
+                check_mxfp4_scale(f"{self.prefix}.{scale}", getattr(layer, scale).data)
                 dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
-                self._check_finite(dense, scale)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
         # a reload writes into the tensors that the kernel already has
@@ -208,11 +208,3 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         raise CheckpointError(
             f"'{parent}.{expert}.{name}' {problem}; expected finite scales above 0"
         )
-
-    def _check_finite(self, dense: torch.Tensor, scale: str) -> None:
-        if not bool(dense.isfinite().all()):
-            part = "gate_up_proj" if scale.startswith("w13") else "down_proj"
-            raise CheckpointError(
-                f"'{spellings(self.prefix)[-1]}.{part}_scales' holds 255, the NaN of e8m0; "
-                f"expected finite block scales"
-            )

@@ -35,6 +35,7 @@ from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.plugin.checks import MISSING, check_finite, check_scale, check_weight
+from oss_fused.plugin.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
 
 FP8 = torch.float8_e4m3fn
@@ -75,6 +76,8 @@ class OssFp8LinearMethod(LinearMethodBase):
         loader = extra["weight_loader"]
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
+        layer.oss_max_tokens = max_tokens()
+        self.dtype = params_dtype
         # NaN codes and MISSING scales survive where the checkpoint lacks a tensor
         weight = torch.full(
             (rows, input_size_per_partition),
@@ -140,6 +143,7 @@ class OssFp8LinearMethod(LinearMethodBase):
             # the linears fused into one share their input, and so one scale
             replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
         self._advertise(layer)
+        warm_linear(layer, self.apply, self.dtype)
 
     def _advertise(self, layer: Any) -> None:
         """Tell producers of activations which quantised form this layer takes."""
@@ -161,8 +165,9 @@ class OssFp8LinearMethod(LinearMethodBase):
         """``x @ weight.T + bias``; x [..., K] in the model's dtype, or quantised already."""
         if isinstance(x, QuantizedActivation):
             rows = x.data.view(-1, x.data.shape[-1])
+            scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
             out = torch.ops.oss_fused.fp8_gemm(
-                rows, layer.weight, x.scale.view(-1, 1), layer.weight_scale, bias, x.orig_dtype
+                rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype
             )
             return out.view(*x.orig_shape[:-1], -1)
         if self.scheme.input_activations is None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """MoE experts of gpt-oss: which method runs them, and how each checkpoint layout is loaded.
 
-MXFP4 and bf16 experts run in vLLM's own expert kernels (``--moe-backend`` picks one), with a
-loader of ours; experts with FP8 weights in OssFp8MoEMethod. A CPU without AMX has no MXFP4
-kernel: there OssFp8MoEMethod runs them in PyTorch.
+MXFP4 experts run in our kernel or in vLLM's (OSS_FUSED_EXPERTS; naming a ``--moe-backend`` takes
+vLLM's), bf16 experts in vLLM's, both with a loader of ours, and experts with FP8 weights in
+OssFp8MoEMethod. A CPU without AMX has no MXFP4 kernel of vLLM's: there OssFp8MoEMethod runs them
+in PyTorch.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.settings import ExpertsLayout
 
+# what OSS_FUSED_EXPERTS=auto takes for MXFP4; vLLM's kernels until ours measure faster at every
+# batch size
+AUTO_TAKES_OURS = False
 
-class OssMxfp4MoEMethod(GptOssMxfp4MoEMethod):
+
+class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
     """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader."""
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
@@ -39,7 +45,7 @@ class OssMxfp4MoEMethod(GptOssMxfp4MoEMethod):
         super().create_weights(layer, *args, **extra)
 
 
-class OssBf16MoEMethod(UnquantizedFusedMoEMethod):
+class VllmBf16MoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's bf16 expert kernels, loaded by ExpertsLoader."""
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
@@ -80,15 +86,37 @@ def experts_method(
     if layout == "fp8":
         return _ours(moe, layout, prefix)
     if layout == "bf16":
-        return OssBf16MoEMethod(moe)
-    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
-        return _ours(moe, layout, prefix)
-    if envs.get("OSS_FUSED_EXPERTS") == "oss":
+        return VllmBf16MoEMethod(moe)
+    return _mxfp4_method(moe, prefix)
+
+
+def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
+    choice = envs.get("OSS_FUSED_EXPERTS")
+    refusal = _kernel_refusal(moe)
+    if choice == "oss" and refusal:
         raise BackendUnavailableError(
-            "OSS_FUSED_EXPERTS=oss: this version has no MXFP4 expert kernel of its own; expected "
-            "auto or vllm"
+            f"OSS_FUSED_EXPERTS=oss: our MXFP4 expert kernel does not run with {refusal}; expected "
+            f"auto or vllm"
         )
-    return OssMxfp4MoEMethod(moe)
+    if choice == "oss" or (choice == "auto" and AUTO_TAKES_OURS and not refusal):
+        return OssMxfp4MoEMethod(moe, prefix)
+    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
+        return _ours(moe, "mxfp4", prefix)
+    return VllmMxfp4MoEMethod(moe)
+
+
+def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
+    """What keeps our MXFP4 kernel from running this layer; None if nothing does."""
+    parallel = moe.moe_parallel_config
+    if moe.moe_backend != "auto":
+        return f"--moe-backend {moe.moe_backend}"
+    if moe.is_lora_enabled:
+        return "LoRA"
+    if parallel.enable_eplb:
+        return "expert load balancing"
+    if parallel.use_all2all_kernels:
+        return f"all2all backend {parallel.all2all_backend}"
+    return None
 
 
 def _ours(moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> FusedMoEMethodBase:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from oss_fused.errors import BackendUnavailableError
 from tests.plugin.conftest import (
     assert_agrees,
     build,
@@ -93,6 +94,30 @@ def test_gpt_oss_online_mxfp4(models, tmp_path, engine, monkeypatch):
     served = engine(to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss")), quantization="oss_fp8")
     assert type(served.model.lm_head.quant_method).__name__ == "OssFp8LinearMethod"
     assert_agrees(served.generate(), folder, ignore=(), experts="mxfp4")
+
+
+def test_gpt_oss_in_our_expert_kernel(tmp_path, engine, monkeypatch):
+    monkeypatch.setenv("OSS_FUSED_EXPERTS", "oss")
+    folder = build(tmp_path / "bf16", "gpt_oss")
+    checkpoint = build(tmp_path / "fp8", "gpt_oss")
+    served = engine(calibrate(checkpoint, ignore=(), experts="mxfp4"))
+    experts = served.model.model.layers[0].mlp.experts.routed_experts
+    assert type(experts.quant_method).__name__ == "OssMxfp4MoEMethod"
+    before = served.generate()
+    assert_agrees(before, folder, ignore=(), experts="mxfp4")
+    served.llm.collective_rpc("reload_weights")
+    assert served.generate() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"moe_backend": "marlin"}, "--moe-backend marlin"), ({"enable_lora": True}, "LoRA")],
+)
+def test_our_expert_kernel_refuses(options, match, tmp_path, engine, monkeypatch):
+    monkeypatch.setenv("OSS_FUSED_EXPERTS", "oss")
+    folder = to_mxfp4(build(tmp_path, "gpt_oss"))
+    with pytest.raises(BackendUnavailableError, match=match):
+        engine(folder, quantization="oss_fp8", **options)
 
 
 def test_gpt_oss_online_bf16(tmp_path, engine):

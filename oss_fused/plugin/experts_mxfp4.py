@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: MIT
+"""``OssMxfp4MoEMethod``: gpt-oss experts in MXFP4 through ``torch.ops.oss_fused.moe_mxfp4``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEConfig,
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    RoutedExperts,
+)
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.plugin.checks import check_mxfp4_scale
+from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
+from oss_fused.plugin.warmup import max_tokens, warm_experts
+
+# rows of a weight are packed in groups of this many
+_ROW_GROUP = 64
+# batches of this many tokens and more take FP8 activations, -1 none: bf16 accuracy by default
+FP8_MIN_TOKENS = -1
+
+
+class OssMxfp4MoEMethod(FusedMoEMethodBase):
+    """Routing, both products and the weighted sum of one gpt-oss layer, in our kernels."""
+
+    def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
+        super().__init__(moe)
+        self.prefix = prefix
+        self.max_tokens = max_tokens()
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Routing happens in here."""
+        return True
+
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Whole row groups of w2, whole blocks of the rank's share of w13."""
+        hidden, intermediate = super().maybe_roundup_sizes(*args, **kwargs)
+        return _round_up(hidden, _ROW_GROUP), _round_up(intermediate, MXFP4_BLOCK)
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register w13 and w2 as the checkpoint has them; zero, so that padding adds nothing."""
+        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4").load
+        inner = intermediate_size_per_partition
+        for name, n, k in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
+            for suffix, shape, dtype in (
+                ("weight", (n, k // 2), torch.uint8),
+                ("weight_scale", (n, k // MXFP4_BLOCK), torch.uint8),
+                ("bias", (n,), params_dtype),
+            ):
+                data = torch.zeros(num_experts, *shape, dtype=dtype)
+                parameter = Parameter(data, requires_grad=False)
+                layer.register_parameter(f"{name}_{suffix}", parameter)
+                set_weight_attrs(parameter, extra)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Pack the weights as the kernels read them.
+
+        Raises:
+            CheckpointError: a block scale is NaN.
+        """
+        for name in ("w13", "w2"):
+            weight, scale = f"{name}_weight", f"{name}_weight_scale"
+            check_mxfp4_scale(f"{self.prefix}.{scale}", getattr(layer, scale).data)
+            packed = torch.ops.oss_fused.moe_repack_mxfp4(
+                getattr(layer, weight).data, getattr(layer, scale).data, name == "w13"
+            )
+            replace_parameter(layer, weight, packed[0])
+            replace_parameter(layer, scale, packed[1])
+        if layer.w13_weight.is_cuda:
+            self._warm_up(layer)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
+        """None: vLLM's kernels take no part."""
+        return None
+
+    def apply_monolithic(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, H], router_logits [T, E] -> [T, H], this rank's share of the sum."""
+        return torch.ops.oss_fused.moe_mxfp4(
+            x,
+            router_logits,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w13_bias,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+            layer.w2_bias,
+            layer.top_k,
+            layer.renormalize,
+            layer.expert_map,
+            "swigluoai",
+            FP8_MIN_TOKENS,
+        )
+
+    def _warm_up(self, layer: RoutedExperts) -> None:
+        device, dtype = layer.w13_bias.device, layer.w13_bias.dtype
+        hidden, experts = layer.w2_weight.shape[1], layer.global_num_experts
+
+        def run(tokens: int) -> None:
+            x = torch.zeros(tokens, hidden, dtype=dtype, device=device)
+            logits = torch.randn(tokens, experts, dtype=dtype, device=device)
+            self.apply_monolithic(layer, x, logits)
+
+        key = ("experts", tuple(layer.w13_weight.shape), experts, layer.top_k, dtype, device)
+        warm_experts(key, hidden, self.max_tokens, run)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

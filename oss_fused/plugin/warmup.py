@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""Compile every kernel a layer can need while the model loads, so that no request waits for one.
+
+A kernel is compiled once per bucket of rows (``kernels.tiles.ROW_BUCKETS``) and shape class;
+layers of equal shape share that. Nothing happens on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.tiles import ROW_BUCKETS
+
+# of a temporary output: a head with a large vocabulary never sees that many rows
+_MAX_BYTES = 1 << 30
+
+_done: set[Hashable] = set()
+
+
+def max_tokens() -> int:
+    """Most tokens of one step; to be asked while vLLM builds the model."""
+    return get_current_vllm_config().scheduler_config.max_num_batched_tokens
+
+
+def row_counts(limit: int, row_bytes: int) -> Iterator[int]:
+    """A row count of every bucket that a step of at most ``limit`` tokens can fall into."""
+    below = 0
+    for bucket in ROW_BUCKETS:
+        rows = min(bucket, limit)
+        if rows <= below or rows * row_bytes > _MAX_BYTES:
+            return
+        yield rows
+        below = bucket
+
+
+def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """Run a loaded FP8 linear layer, and the norm that feeds it, once per bucket.
+
+    Args:
+        layer: with weight [N, K] and, if a norm may quantise for it, ``_input_quant_key``.
+        apply: the method's ``apply``.
+        dtype: of the model.
+    """
+    weight = layer.weight
+    if not weight.is_cuda:
+        return
+    n, k = weight.shape
+    bias = getattr(layer, "bias", None)
+    static = getattr(layer, "input_scale", None)
+    key = ("linear", n, k, bias is None, static is None, dtype, weight.device)
+    if key in _done:
+        return
+    _done.add(key)
+    gain = torch.ones(k, dtype=dtype, device=weight.device)
+    from_norm = hasattr(layer, "_input_quant_key") and not isinstance(layer, ParallelLMHead)
+    for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
+        x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
+        apply(layer, x, bias)
+        if from_norm:
+            for residual in (None, x):
+                torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False)
+
+
+def warm_experts(key: Hashable, hidden: int, limit: int, run: Callable[[int], Any]) -> None:
+    """Call ``run(tokens)`` for batches of 1, 2, 4, ... tokens, once for each ``key``.
+
+    Tiles of the expert kernels follow the mean number of tokens an expert gets, so powers of
+    two up to the largest batch meet every one of them.
+
+    Args:
+        key: what the kernels are compiled for.
+        hidden: size of a row, to bound temporary memory.
+        limit: most tokens of one step.
+        run: runs the experts on that many tokens.
+    """
+    if key in _done:
+        return
+    _done.add(key)
+    tokens = 1
+    while tokens < limit and tokens * hidden * 4 <= _MAX_BYTES:
+        run(tokens)
+        tokens *= 2
+    run(limit)
