@@ -21,13 +21,30 @@ _EXPORTS: dict[str, str] = {
     "quantize_fp8": "oss_fused.functional",
     "dequantize_fp8": "oss_fused.functional",
     "fp8_gemm": "oss_fused.functional",
+    "fused_rmsnorm_rope": "oss_fused.functional",
+    "fused_gated_mlp": "oss_fused.functional",
+    "FP8Format": "oss_fused.quant.formats",
+    "TensorSpec": "oss_fused.specs",
+    "RMSNormRoPEInput": "oss_fused.specs",
+    "GatedMLPInput": "oss_fused.specs",
+    "FP8GEMMInput": "oss_fused.specs",
+    "validate_rmsnorm_rope_inputs": "oss_fused.specs",
+    "validate_gated_mlp_inputs": "oss_fused.specs",
+    "validate_fp8_gemm_inputs": "oss_fused.specs",
+    "RMSNORM_ROPE_CONFIGS": "oss_fused.tuning.space",
+    "GATED_MLP_CONFIGS": "oss_fused.tuning.space",
+    "FP8_GEMM_CONFIGS": "oss_fused.tuning.space",
+    "TritonAutoTuner": "oss_fused.tuning.tuner",
+    "get_cached_config": "oss_fused.tuning.tuner",
+    "TuningResult": "oss_fused.tuning.result",
+    "KernelMetrics": "oss_fused.tuning.objective",
 }
 
 __all__ = ["__version__", "register", *_EXPORTS]
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: register quantisation method and model classes. Idempotent."""
+    """Entry point of ``vllm.general_plugins``: quantisation method, model classes. Idempotent."""
     from oss_fused.plugin.registration import register_all
 
     register_all()

@@ -16,7 +16,7 @@ from oss_fused.errors import ShapeMismatchError, UnsupportedDeviceError, Unsuppo
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATIONS = ("silu", "gelu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 FP8 = torch.float8_e4m3fn
 
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""Time a callable call by call: CUDA events behind a flushed L2, or the clock on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# larger than the L2 of every GPU described in tuning/devices (B200: 126 MB)
+FLUSH_BYTES = 256 * 2**20
+
+
+def time_calls(fn: Callable[[], Any], repeats: int, device: torch.device | str) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls of ``fn``.
+
+    On a GPU the L2 cache is overwritten before every call, which also gives the host time to
+    queue ahead: an event pair then holds the kernels alone. What ``fn`` raises passes through.
+
+    Raises:
+        ValueError: ``repeats`` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: expected at least 1")
+    device = torch.device(device)
+    if device.type != "cuda":
+        return [_clock_one(fn) for _ in range(repeats)]
+    with torch.cuda.device(device):
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        for start, end in zip(starts, ends, strict=True):
+            flush.zero_()
+            start.record()
+            fn()
+            end.record()
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _clock_one(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def warm_up(fn: Callable[[], Any], runs: int, device: torch.device | str) -> None:
+    """Call ``fn`` that many times and wait for it: compilation, clocks and caches settle."""
+    for _ in range(runs):
+        fn()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_overhead_us(fn: Callable[[], Any], calls: int = 200) -> float:
+    """Median host time of one call in microseconds, not waiting for the device."""
+    samples = [1e3 * _clock_one(fn) for _ in range(calls)]
+    return sorted(samples)[calls // 2]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""What a search found: the winner, every trial, and the gain over a default config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from oss_fused.tuning.objective import KernelMetrics
+from oss_fused.tuning.space import Config
+
+
+class Status(Enum):
+    """What became of a config."""
+
+    OK = "ok"
+    SKIPPED = "skipped"
+    TOO_LARGE = "too large"
+    FAILED = "failed"
+    WRONG = "wrong result"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One config: measured, or why not."""
+
+    config: Config
+    status: Status
+    message: str = ""
+    metrics: KernelMetrics | None = None
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """The best config with its metrics; ``trials`` is empty where the cache had the answer."""
+
+    best_config: Config
+    metrics: KernelMetrics
+    key: str
+    trials: tuple[Trial, ...] = ()
+    default_metrics: KernelMetrics | None = None
+    from_cache: bool = False
+
+    @property
+    def gain(self) -> float | None:
+        """Default latency over best latency, minus 1; None where no default was measured."""
+        if self.default_metrics is None:
+            return None
+        return self.default_metrics.latency_ms / self.metrics.latency_ms - 1
+
+    def count(self, status: Status) -> int:
+        """Number of trials with this status."""
+        return sum(trial.status is status for trial in self.trials)
+
+    def summary(self) -> str:
+        """One line for people."""
+        config = " ".join(f"{name}={value}" for name, value in self.best_config.items())
+        if self.from_cache:
+            return f"{self.key}: {self.metrics.latency_ms:.4f} ms with {config} (cached)"
+        counts = ", ".join(f"{self.count(s)} {s.value}" for s in Status if self.count(s))
+        gain = "" if self.gain is None else f", {100 * self.gain:+.1f} % over the default"
+        return f"{self.key}: {self.metrics.latency_ms:.4f} ms with {config}{gain} ({counts})"

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: MIT
+"""TritonAutoTuner: prune, compile in parallel, measure a coarse grid, refine around the best.
+
+One config that does not compile, crashes or computes something else costs its own trial and
+nothing more; what happened to it stays in the result. The winner is kept in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from oss_fused.bench.accuracy import Tolerance, check_accuracy
+from oss_fused.bench.measure import time_calls, warm_up
+from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.errors import ShapeMismatchError, TritonKernelError
+from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache
+from oss_fused.tuning.device import DeviceDescription, describe
+from oss_fused.tuning.objective import (
+    KernelMetrics,
+    Objective,
+    energy_per_call_mj,
+    peak_memory_bytes,
+)
+from oss_fused.tuning.prune import reason_to_skip
+from oss_fused.tuning.result import Status, Trial, TuningResult
+from oss_fused.tuning.space import Config, ConfigSpace
+
+Timer = Callable[[Callable[[], Any], int, torch.device], Sequence[float]]
+_RESOURCE_WORDS = ("out of resource", "shared memory", "registers")
+
+
+class TritonAutoTuner:
+    """Finds the best config of a kernel for one problem, and remembers it.
+
+    Args:
+        kernel_fn: called as ``kernel_fn(*args, **config)``; may return its result.
+        config_space: a ConfigSpace, or a dict of parameter name to values.
+        warmup_runs: calls before each measurement.
+        benchmark_runs: samples of a measurement, at least 20.
+        operation: name in the cache; default: the function's name.
+        reference: called as ``reference(*args)``; a config whose result differs is rejected.
+        tolerance: of that comparison; default: by dtype.
+        objective: what to minimise.
+        cache: where results are kept; default: the user's cache file.
+        description: device limits that prune; default: those of the device tuned on.
+        accumulators: fp32 output tiles the kernel keeps at once (2 for a gated MLP).
+        exhaustive: measure every config instead of coarse grid and refinement.
+        compile_workers: threads that compile ahead of the measurements; 0 compiles in turn.
+        timer: takes (call, repeats, device) and returns milliseconds; replaceable for simulation.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        ValueError: a run count, or an empty config space.
+    """
+
+    def __init__(
+        self,
+        kernel_fn: Callable[..., Any],
+        config_space: ConfigSpace | Mapping[str, Sequence[int]],
+        warmup_runs: int = 10,
+        benchmark_runs: int = 100,
+        *,
+        operation: str | None = None,
+        reference: Callable[..., Any] | None = None,
+        tolerance: Tolerance | None = None,
+        objective: Objective | None = None,
+        cache: TuningCache | None = None,
+        description: DeviceDescription | None = None,
+        accumulators: int = 1,
+        exhaustive: bool = False,
+        compile_workers: int = 4,
+        timer: Timer = time_calls,
+        progress: bool = False,
+    ) -> None:
+        """Keep the settings; nothing runs before ``tune``."""
+        if warmup_runs < 0:
+            raise ValueError(f"warmup_runs={warmup_runs}: expected at least 0")
+        if benchmark_runs < MIN_SAMPLES:
+            raise ValueError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
+        self.kernel_fn = kernel_fn
+        self.config_space = ConfigSpace.of(config_space)
+        self.warmup_runs = warmup_runs
+        self.benchmark_runs = benchmark_runs
+        name: str = getattr(kernel_fn, "__name__", "") or type(kernel_fn).__name__
+        self.operation = operation if operation else name
+        self.reference = reference
+        self.tolerance = tolerance
+        self.objective = objective or Objective()
+        self.cache = cache or TuningCache()
+        self.description = description
+        self.accumulators = accumulators
+        self.exhaustive = exhaustive
+        self.compile_workers = compile_workers
+        self.timer = timer
+        self.progress = progress
+
+    def tune(
+        self,
+        *args: Any,
+        problem_size: Any,
+        device: str | torch.device = "cuda:0",
+        force: bool = False,
+        default: Config | None = None,
+    ) -> TuningResult:
+        """Return the best config for these arguments, from the cache where it is known.
+
+        Args:
+            *args: arguments of the kernel; the first tensor gives the dtype.
+            problem_size: sizes (a tuple), or a data class of specs.py, whose FLOPs and bytes then
+                give throughput and bandwidth.
+            device: where to measure.
+            force: measure even where the cache has an answer.
+            default: a config to measure too, so that the result can state the gain.
+
+        Raises:
+            TritonKernelError: no config ran and was right; the message lists why.
+            BackendUnavailableError: the objective cannot be measured on ``device``.
+            ShapeMismatchError: ``problem_size`` is not a tuple of sizes.
+        """
+        run = _Run(self, args, problem_size, torch.device(device))
+        if not force:
+            known = self.cache.get(run.key)
+            if known is not None and known.config in self.config_space:
+                metrics = KernelMetrics(**known.metrics)
+                return TuningResult(known.config, metrics, str(run.key), from_cache=True)
+        return run.search(default)
+
+
+class _Run:
+    """One search: the state that a tuner shares between its trials."""
+
+    def __init__(
+        self, tuner: TritonAutoTuner, args: tuple[Any, ...], problem: Any, device: torch.device
+    ) -> None:
+        self.tuner, self.args, self.problem, self.device = tuner, args, problem, device
+        tuner.objective.check_device(device)
+        self.description = tuner.description or describe(device)
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        self.dtype = first.dtype if first is not None else torch.float32
+        self.key = cache_key(tuner.operation, problem, self.dtype, device, tuner.description)
+        self.trials: dict[tuple[tuple[str, int], ...], Trial] = {}
+        self.expected: Any = None
+        self.dead = False
+
+    def search(self, default: Config | None) -> TuningResult:
+        tuner = self.tuner
+        if tuner.reference is not None:
+            self.expected = tuner.reference(*self.args)
+        relatives = tuner.cache.family(self.key)
+        for relative in relatives:
+            for config in relative.impossible:
+                self._record(Trial(config, Status.SKIPPED, "did not fit the device before"))
+        baseline = self._measure_all([default])[0] if default else None
+        space = tuner.config_space
+        if tuner.exhaustive:
+            self._measure_all(space)
+        else:
+            # history: what won at the nearest shapes is a better start than any grid point
+            seeds = [r.config for r in relatives[:3] if r.config in space]
+            self._measure_all([*seeds, *self._coarse_grid()])
+            self._refine()
+        best = self._best()
+        if best is None or best.metrics is None:
+            raise TritonKernelError(self._why_none())
+        result = TuningResult(
+            best.config,
+            best.metrics,
+            str(self.key),
+            trials=tuple(self.trials.values()),
+            default_metrics=baseline.metrics if baseline else None,
+        )
+        impossible = tuple(t.config for t in self.trials.values() if t.status is Status.TOO_LARGE)
+        tuner.cache.put(
+            CacheEntry(
+                self.key,
+                best.config,
+                tuner.objective.score(best.metrics),
+                best.metrics.to_dict(),
+                impossible,
+            )
+        )
+        return result
+
+    def _coarse_grid(self) -> Iterable[Config]:
+        """A grid of two values a parameter, or a denser one where pruning leaves none of it."""
+        space = self.tuner.config_space
+        longest = max(len(values) for values in space.parameters.values())
+        for count in range(2, longest + 1):
+            grid = list(space.coarse(count))
+            if any(self._reason(config) is None for config in grid):
+                return grid
+        return space
+
+    def _refine(self) -> None:
+        space, reach = self.tuner.config_space, 1
+        best = self._best()
+        while best is not None and not self.dead:
+            self._measure_all(space.neighbours(best.config, reach))
+            better = self._best()
+            if better is not None and better.config != best.config:
+                best, reach = better, 1
+            elif reach == 1:
+                # a larger tile may pay only together with more warps: look two steps away
+                reach = 2
+            else:
+                return
+
+    def _reason(self, config: Config) -> str | None:
+        return reason_to_skip(
+            config,
+            self.description,
+            shape_of(self.problem),
+            self.dtype.itemsize,
+            self.tuner.accumulators,
+        )
+
+    def _measure_all(self, configs: Iterable[Config]) -> list[Trial]:
+        configs = list(configs)
+        todo = []
+        for config in configs:
+            if _frozen(config) in self.trials or config in todo:
+                continue
+            reason = self._reason(config)
+            if reason is not None:
+                self._record(Trial(config, Status.SKIPPED, reason))
+            else:
+                todo.append(config)
+        bar = tqdm(
+            total=len(todo), desc=f"Tuning {self.tuner.operation}", disable=not self.tuner.progress
+        )
+        with bar, self._compiler() as pool:
+            compiled = [pool.submit(self._compile, c) if pool else None for c in todo]
+            for config, future in zip(todo, compiled, strict=True):
+                error = future.result() if future else self._compile(config)
+                trial = _failed(config, error) if error else self._measure(config)
+                self._record(trial)
+                bar.update()
+        return [self.trials[_frozen(config)] for config in configs]
+
+    def _compiler(self) -> Any:
+        workers = self.tuner.compile_workers if self.device.type == "cuda" else 0
+        return ThreadPoolExecutor(workers) if workers else contextlib.nullcontext()
+
+    def _compile(self, config: Config) -> Exception | None:
+        # the first call compiles; a launch is the only way that works for every kernel function
+        if self.dead:
+            return TritonKernelError("an earlier config left the device unusable")
+        try:
+            with _on(self.device):
+                self.tuner.kernel_fn(*self.args, **config)
+        except Exception as error:
+            return error
+        return None
+
+    def _measure(self, config: Config) -> Trial:
+        tuner = self.tuner
+
+        def call() -> Any:
+            return tuner.kernel_fn(*self.args, **config)
+
+        try:
+            with _on(self.device):
+                wrong = self._wrong(call())
+                if wrong:
+                    return Trial(config, Status.WRONG, wrong)
+                warm_up(call, tuner.warmup_runs, self.device)
+                timing = collect(
+                    lambda count: tuner.timer(call, count, self.device),
+                    tuner.benchmark_runs,
+                    max_rounds=3,
+                )[1]
+                metrics = KernelMetrics.of(
+                    timing,
+                    getattr(self.problem, "flops", None),
+                    getattr(self.problem, "num_bytes", None),
+                    self.description.memory_bandwidth_gbps if self.description else None,
+                    peak_memory_bytes(call, self.device) if self.device.type == "cuda" else None,
+                    energy_per_call_mj(call, self.device) if tuner.objective.energy else None,
+                )
+        except Exception as error:
+            self._check_alive()
+            return _failed(config, error)
+        return Trial(config, Status.OK, metrics=metrics)
+
+    def _wrong(self, actual: Any) -> str:
+        if self.expected is None:
+            return ""
+        pairs = zip(_tensors(actual), _tensors(self.expected), strict=True)
+        results = [check_accuracy(a, e, self.tuner.tolerance) for a, e in pairs]
+        return "; ".join(r.reason for r in results if not r.passed)
+
+    def _check_alive(self) -> None:
+        # after an illegal access every later CUDA call fails: stop, and keep what was measured
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                self.dead = True
+
+    def _record(self, trial: Trial) -> None:
+        self.trials[_frozen(trial.config)] = trial
+
+    def _best(self) -> Trial | None:
+        good = [
+            t for t in self.trials.values() if t.metrics and t.config in self.tuner.config_space
+        ]
+        score = self.tuner.objective.score
+        return min(good, key=lambda t: score(t.metrics) if t.metrics else 0.0, default=None)
+
+    def _why_none(self) -> str:
+        reasons: dict[str, int] = {}
+        for trial in self.trials.values():
+            text = f"{trial.status.value}: {trial.message}"
+            reasons[text] = reasons.get(text, 0) + 1
+        common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+        listed = "; ".join(f"{count} x {text[:200]}" for text, count in common)
+        return (
+            f"operation={self.tuner.operation!r}: no config of {len(self.trials)} works: {listed}"
+        )
+
+
+def shape_of(problem_size: Any) -> tuple[int, ...]:
+    """The sizes of a tuple, or of a data class of specs.py.
+
+    Raises:
+        ShapeMismatchError: neither.
+    """
+    shape = getattr(problem_size, "shape", problem_size)
+    if not isinstance(shape, tuple | list) or not all(isinstance(s, int) for s in shape):
+        raise ShapeMismatchError(
+            f"problem_size={problem_size!r}: expected a tuple of sizes or a data class of specs"
+        )
+    return tuple(shape)
+
+
+def cache_key(
+    operation: str,
+    problem_size: Any,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    description: DeviceDescription | None = None,
+) -> CacheKey:
+    """The key of a result: a given description stands for the device it simulates."""
+    device = torch.device(device)
+    if description is not None:
+        name = description.name
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    dtype_name = str(dtype).removeprefix("torch.")
+    return CacheKey(operation, shape_of(problem_size), dtype_name, name)
+
+
+def get_cached_config(
+    operation: str,
+    problem_size: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cuda:0",
+    cache: TuningCache | None = None,
+) -> Config | None:
+    """The tuned config of exactly this problem on this device, or None.
+
+    Args:
+        operation: the tuner's ``operation``.
+        problem_size: sizes, or a data class of specs.py.
+        dtype: dtype of the first tensor.
+        device: the device tuned on.
+        cache: default: the user's cache file.
+    """
+    entry = (cache or TuningCache()).get(cache_key(operation, problem_size, dtype, device))
+    return dict(entry.config) if entry else None
+
+
+def _frozen(config: Config) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(config.items()))
+
+
+def _failed(config: Config, error: Exception) -> Trial:
+    text = f"{type(error).__name__}: {error}"
+    too_large = any(word in text.lower() for word in _RESOURCE_WORDS)
+    return Trial(config, Status.TOO_LARGE if too_large else Status.FAILED, text)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

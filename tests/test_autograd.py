@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""Gradients: gradcheck of the analytic backward in float64, and the public functions' gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from oss_fused import autograd
+from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
+from oss_fused.specs import GatedMLPInput, RMSNormRoPEInput
+
+EPS = 1e-6
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def rope_formula(x, weight, cos, sin):
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+    y = y.view(*x.shape[:2], -1, cos.shape[-1])
+    left, right = y.chunk(2, -1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return (y * cos + torch.cat([-right, left], -1) * sin).view(x.shape)
+
+
+def mlp_formula(x, gate, up, activation, activation_on):
+    act = ACTIVATIONS[activation]
+    g, u = x @ gate.t(), x @ up.t()
+    return g * act(u) if activation_on == "up" else act(g) * u
+
+
+class Rope64(torch.autograd.Function):
+    """The formula in float64 with the library's backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin):
+        ctx.save_for_backward(x, weight, cos, sin)
+        return rope_formula(x, weight, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (*autograd.rmsnorm_rope_backward(grad, *ctx.saved_tensors, EPS), None, None)
+
+
+class Mlp64(torch.autograd.Function):
+    """Likewise for the gated MLP."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, *options):
+        ctx.save_for_backward(x, gate, up)
+        ctx.options = options
+        return mlp_formula(x, gate, up, *options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (*autograd.gated_mlp_backward(grad, *ctx.saved_tensors, *ctx.options), None, None)
+
+
+def test_gradcheck_rmsnorm_rope():
+    args = RMSNormRoPEInput(2, 3, 8, 4, torch.float64).make()
+    args["x"].requires_grad_()
+    args["weight"].requires_grad_()
+    assert torch.autograd.gradcheck(Rope64.apply, tuple(args.values()))
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("activation_on", ["up", "gate"])
+def test_gradcheck_gated_mlp(activation, activation_on):
+    args = GatedMLPInput(1, 3, 5, 4, dtype=torch.float64).make()
+    tensors = [args[name].requires_grad_() for name in ("x", "gate_weight", "up_weight")]
+    assert torch.autograd.gradcheck(Mlp64.apply, (*tensors, activation, activation_on))
+
+
+def test_public_rmsnorm_rope_gradients_match_autograd():
+    args = RMSNormRoPEInput(2, 3, 8, 4, torch.float32).make()
+    ours = {n: t.clone().requires_grad_(n in ("x", "weight")) for n, t in args.items()}
+    theirs = {n: t.clone().requires_grad_(n in ("x", "weight")) for n, t in args.items()}
+    out = fused_rmsnorm_rope(**ours)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    rope_formula(**theirs).backward(grad)
+    for name in ("x", "weight"):
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation_on", ["up", "gate"])
+def test_public_gated_mlp_gradients_match_autograd(activation_on):
+    args = GatedMLPInput(2, 3, 8, 16, dtype=torch.float32).make()
+    names = ("x", "gate_weight", "up_weight")
+    ours = [args[n].clone().requires_grad_() for n in names]
+    theirs = [args[n].clone().requires_grad_() for n in names]
+    out = fused_gated_mlp(*ours, activation_on=activation_on)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    mlp_formula(*theirs, "silu", activation_on).backward(grad)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantized_weight", [False, True])
+def test_fp8_gemm_is_straight_through(quantized_weight):
+    a = torch.randn(4, 16, requires_grad=True)
+    b, bias = torch.randn(16, 8), torch.randn(8, requires_grad=True)
+    scale, wide = None, b
+    if quantized_weight:
+        q, scale = quantize_fp8(b.t().contiguous(), strategy="channel")
+        wide, b = (q.float() * scale).t(), q.t()
+    else:
+        b = b.requires_grad_()
+    grad = torch.randn(4, 8)
+    fp8_gemm(a, b, b_scale=scale, bias=bias, out_dtype=torch.float32).backward(grad)
+    torch.testing.assert_close(a.grad, grad @ wide.detach().t())
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+    if not quantized_weight:
+        torch.testing.assert_close(b.grad, a.detach().t() @ grad)
+
+
+def test_no_graph_without_grad():
+    args = RMSNormRoPEInput(1, 2, 8, 4, torch.float32).make()
+    args["x"].requires_grad_()
+    with torch.no_grad():
+        assert not fused_rmsnorm_rope(**args).requires_grad
+    with torch.inference_mode():
+        assert not fp8_gemm(torch.randn(2, 4, requires_grad=True), torch.randn(4, 3)).requires_grad

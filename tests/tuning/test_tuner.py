@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: MIT
+"""The tuner on a CPU with simulated times: search, pruning, failures, cache, portability."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from oss_fused.errors import BackendUnavailableError, ShapeMismatchError, TritonKernelError
+from oss_fused.specs import FP8GEMMInput
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.device import load_description
+from oss_fused.tuning.objective import KernelMetrics, Objective
+from oss_fused.tuning.prune import reason_to_skip
+from oss_fused.tuning.result import Status
+from oss_fused.tuning.simulate import simulated_gemm_ms
+from oss_fused.tuning.space import FP8_GEMM_CONFIGS
+from oss_fused.tuning.tuner import TritonAutoTuner, get_cached_config
+
+SPACE = {"BLOCK_SIZE": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}
+X = torch.ones(4)
+
+
+class Simulated:
+    """A kernel whose time is a function of its config, and the timer that reads it."""
+
+    def __init__(self, cost):
+        self.cost = cost
+        self.now = 0.0
+        self.calls = []
+
+    def __call__(self, x, **config):
+        self.calls.append(config)
+        self.now = self.cost(config)
+        return x * 2
+
+    def timer(self, call, repeats, device):
+        call()
+        return [self.now] * repeats
+
+
+def bowl(config):
+    """Best at 64, 4, 3."""
+    return 1.0 + sum(
+        abs(math.log2(config[name] / best))
+        for name, best in (("BLOCK_SIZE", 64), ("num_warps", 4), ("num_stages", 3))
+    )
+
+
+def tuner_of(tmp_path, kernel, space=SPACE, **options):
+    return TritonAutoTuner(
+        kernel,
+        space,
+        warmup_runs=1,
+        benchmark_runs=20,
+        operation="toy",
+        cache=TuningCache(tmp_path / "c.json"),
+        timer=kernel.timer,
+        **options,
+    )
+
+
+def test_finds_the_optimum_without_trying_everything(tmp_path):
+    kernel = Simulated(bowl)
+    result = tuner_of(tmp_path, kernel).tune(X, problem_size=(4,), device="cpu")
+    assert result.best_config == {"BLOCK_SIZE": 64, "num_warps": 4, "num_stages": 3}
+    assert result.metrics.latency_ms == 1.0
+    assert len(result.trials) < 48
+
+
+def test_second_call_measures_nothing_and_force_does(tmp_path):
+    kernel = Simulated(bowl)
+    tuner = tuner_of(tmp_path, kernel)
+    first = tuner.tune(X, problem_size=(4,), device="cpu")
+    count = len(kernel.calls)
+    again = tuner_of(tmp_path, kernel).tune(X, problem_size=(4,), device="cpu")
+    assert len(kernel.calls) == count and again.from_cache
+    assert again.best_config == first.best_config and again.metrics == first.metrics
+    tuner.tune(X, problem_size=(4,), device="cpu", force=True)
+    assert len(kernel.calls) > count
+
+
+def test_get_cached_config(tmp_path):
+    tuner = tuner_of(tmp_path, Simulated(bowl))
+    best = tuner.tune(X, problem_size=(4,), device="cpu").best_config
+    cached = {"dtype": torch.float32, "device": "cpu", "cache": tuner.cache}
+    assert get_cached_config("toy", (4,), **cached) == best
+    assert get_cached_config("toy", (5,), **cached) is None
+    assert get_cached_config("toy", (4,), **{**cached, "dtype": torch.float16}) is None
+
+
+def test_one_config_that_crashes_or_is_wrong_does_not_end_the_run(tmp_path):
+    def cost(config):
+        if config["num_warps"] == 4:
+            raise RuntimeError("out of resource: shared memory")
+        if config["num_stages"] == 3:
+            raise IndexError("bad index")
+        return bowl(config)
+
+    class Sometimes(Simulated):
+        def __call__(self, x, **config):
+            result = super().__call__(x, **config)
+            # the tempting one: fastest, and wrong
+            return (
+                result + 1
+                if config == {"BLOCK_SIZE": 64, "num_warps": 8, "num_stages": 4}
+                else result
+            )
+
+    result = tuner_of(tmp_path, Sometimes(cost), reference=lambda x: x * 2, exhaustive=True).tune(
+        X, problem_size=(4,), device="cpu"
+    )
+    assert result.count(Status.TOO_LARGE) == 16
+    assert result.count(Status.FAILED) == 8
+    assert result.count(Status.WRONG) == 1
+    assert result.best_config["BLOCK_SIZE"] == 64
+    assert result.best_config != {"BLOCK_SIZE": 64, "num_warps": 8, "num_stages": 4}
+    assert "wrong result" in result.summary()
+
+
+def test_when_nothing_works_the_error_says_why(tmp_path):
+    def cost(config):
+        raise RuntimeError("no such instruction")
+
+    with pytest.raises(TritonKernelError, match=r"no config.*no such instruction"):
+        tuner_of(tmp_path, Simulated(cost)).tune(X, problem_size=(4,), device="cpu")
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_history_seeds_and_remembers_what_cannot_run(tmp_path):
+    def cost(config):
+        if config["BLOCK_SIZE"] == 128:
+            raise RuntimeError("out of resource: registers")
+        return bowl(config)
+
+    tuner_of(tmp_path, Simulated(cost)).tune(X, problem_size=(4,), device="cpu")
+    later = Simulated(cost)
+    result = tuner_of(tmp_path, later).tune(X, problem_size=(8,), device="cpu")
+    assert later.calls[0] == result.best_config
+    assert any("before" in trial.message for trial in result.trials)
+
+
+def test_gain_over_a_default(tmp_path):
+    default = {"BLOCK_SIZE": 16, "num_warps": 2, "num_stages": 1}
+    result = tuner_of(tmp_path, Simulated(bowl)).tune(
+        X, problem_size=(4,), device="cpu", default=default
+    )
+    assert result.gain == pytest.approx(bowl(default) - 1)
+
+
+def test_real_function_on_the_real_clock(tmp_path):
+    def chunked(x, BLOCK_SIZE):
+        return torch.cat([part.exp() for part in x.split(BLOCK_SIZE)])
+
+    x = torch.randn(4096)
+    result = TritonAutoTuner(
+        chunked,
+        {"BLOCK_SIZE": (16, 256, 4096)},
+        warmup_runs=1,
+        benchmark_runs=20,
+        reference=torch.exp,
+        cache=TuningCache(tmp_path / "c.json"),
+    ).tune(x, problem_size=(4096,), device="cpu")
+    assert result.best_config["BLOCK_SIZE"] != 16
+    assert result.metrics.latency_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"warmup_runs": -1}, "warmup_runs=-1"),
+        ({"benchmark_runs": 3}, "benchmark_runs=3"),
+        ({"config_space": {}}, "parameters"),
+        ({"config_space": {"BLOCK_SIZE": ()}}, "BLOCK_SIZE"),
+        ({"config_space": {"BLOCK_SIZE": (16, 16)}}, "distinct"),
+    ],
+)
+def test_bad_settings(options, words):
+    with pytest.raises(ValueError, match=words):
+        TritonAutoTuner(torch.exp, **{"config_space": SPACE, **options})
+
+
+def test_bad_problem_size_and_objective(tmp_path):
+    with pytest.raises(ShapeMismatchError, match="problem_size='big'"):
+        tuner_of(tmp_path, Simulated(bowl)).tune(X, problem_size="big", device="cpu")
+    with pytest.raises(ValueError, match="expected weights"):
+        Objective(latency=0)
+    tuner = tuner_of(tmp_path, Simulated(bowl), objective=Objective(energy=1.0))
+    with pytest.raises(BackendUnavailableError, match=r"objective\.energy"):
+        tuner.tune(X, problem_size=(4,), device="cpu")
+
+
+def test_objectives_weigh_against_each_other():
+    def metrics(latency, memory):
+        return KernelMetrics(latency, latency, latency, 0.0, 20, memory_bytes=memory)
+
+    quick, small = metrics(1.0, 4000), metrics(1.5, 1000)
+    assert Objective().score(quick) < Objective().score(small)
+    assert Objective(1, 1).score(small) < Objective(1, 1).score(quick)
+
+
+def simulated_tuner(tmp_path, name, problem):
+    description = load_description(name)
+
+    class Gemm(Simulated):
+        def __init__(self):
+            super().__init__(lambda config: simulated_gemm_ms(description, problem, config))
+
+    kernel = Gemm()
+    return tuner_of(tmp_path, kernel, FP8_GEMM_CONFIGS, description=description)
+
+
+PROBLEM = FP8GEMMInput(4096, 4096, 4096)
+CODES = torch.zeros(1).to(torch.float8_e4m3fn)
+
+
+def test_retuned_for_a_weaker_device_reaches_80_percent_of_its_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(Simulated, "__call__", _price_only)
+    low = load_description("low_bw")
+    on_h200 = simulated_tuner(tmp_path, "h200", PROBLEM).tune(
+        CODES, problem_size=PROBLEM, device="cpu"
+    )
+    on_low = simulated_tuner(tmp_path, "low_bw", PROBLEM).tune(
+        CODES, problem_size=PROBLEM, device="cpu"
+    )
+    fitting = [c for c in FP8_GEMM_CONFIGS if reason_to_skip(c, low, (), 1) is None]
+    best = min(simulated_gemm_ms(low, PROBLEM, config) for config in fitting)
+    assert best / on_low.metrics.latency_ms >= 0.8
+    assert len(on_low.trials) < len(FP8_GEMM_CONFIGS) / 4
+    # the other device's answer is refused, or slower: retuning is what earns the figure
+    if reason_to_skip(on_h200.best_config, low, (), 1) is None:
+        assert simulated_gemm_ms(low, PROBLEM, on_h200.best_config) > on_low.metrics.latency_ms
+
+
+def _price_only(self, x, **config):
+    self.now = self.cost(config)
+    return x
