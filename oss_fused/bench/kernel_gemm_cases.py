@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: MIT
+"""Matrix products measured by bench_kernels: FP8 GEMM, gated MLP, fused decode projection."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from oss_fused.bench import kernel_stock as stock
+from oss_fused.bench.kernel_cases import EPS, MODELS, Case, Prepared, bf16, ops, relative_error
+from oss_fused.bench.kernel_timing import copies_for
+from oss_fused.kernels.registry import get_kernel
+
+FP8 = torch.float8_e4m3fn
+# (K, N) of the projections of gpt-oss-20b, Llama-3-8B and gpt-oss's lm_head
+SHAPES = (
+    (2880, 5120),
+    (4096, 2880),
+    (2880, 201088),
+    (4096, 6144),
+    (4096, 4096),
+    (4096, 28672),
+    (14336, 4096),
+)
+LM_HEAD = (2880, 201088)
+SQUARE = ((4096, 4096), (8192, 8192))
+# one bfloat16 rounding, and the tensor cores' own accumulator over up to 14336 products
+GEMM_TOLERANCE = 5e-3
+
+
+def _operands(m: int, n: int, k: int, copies: int) -> tuple[Any, ...]:
+    a, a_scale = ops.quantize_fp8(bf16(m, k), None, "token")
+    weights = [ops.quantize_fp8(bf16(n, k), None, "channel") for _ in range(copies)]
+    return a, a_scale, weights
+
+
+def _gemm(m: int, n: int, k: int, small: bool) -> Prepared:
+    a, a_scale, weights = _operands(m, n, k, copies_for(n * k) if small else 1)
+
+    def lt(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(
+            a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def error() -> float:
+        b, b_scale = weights[0]
+        got = ops.fp8_gemm(a, b, a_scale, b_scale, None, torch.bfloat16)[:256]
+        want = get_kernel("torch", "fp8_gemm")(
+            a[:256], b, a_scale[:256], b_scale, None, torch.float32
+        )
+        return relative_error(got, want)
+
+    baselines: dict[str, list[Callable[[], Any]]] = {
+        "cutlass": [functools.partial(stock.scaled_mm, a, b, a_scale, s) for b, s in weights]
+    }
+    if not small:
+        baselines["cublaslt"] = [functools.partial(lt, b, s) for b, s in weights]
+    return Prepared(
+        [
+            functools.partial(ops.fp8_gemm, a, b, a_scale, s, None, torch.bfloat16)
+            for b, s in weights
+        ],
+        baselines,
+        error,
+        GEMM_TOLERANCE,
+    )
+
+
+def _linear(m: int, n: int, k: int) -> Prepared:
+    """Quantisation and product together, as a layer runs them."""
+    x = bf16(m, k)
+    _, _, weights = _operands(m, n, k, copies_for(n * k))
+
+    def vllm(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+        q, scale = stock.quantize_token(x)
+        return stock.scaled_mm(q, b, scale, b_scale)
+
+    def error() -> float:
+        b, b_scale = weights[0]
+        return relative_error(
+            ops.fp8_linear(x, b, b_scale, None, None),
+            get_kernel("torch", "fp8_linear")(x, b, b_scale, None, None),
+        )
+
+    return Prepared(
+        [functools.partial(ops.fp8_linear, x, b, s, None, None) for b, s in weights],
+        {"vllm": [functools.partial(vllm, b, s) for b, s in weights]},
+        error,
+        GEMM_TOLERANCE,
+    )
+
+
+@torch.compile(dynamic=True)
+def _compiled_mlp(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _gated_mlp(rows: int, intermediate: int, hidden: int) -> Prepared:
+    x = bf16(rows, hidden)
+    weight = bf16(2 * intermediate, hidden) / hidden**0.5
+    gate_up, scale = ops.quantize_fp8(weight, None, "channel")
+    halves = (*gate_up.chunk(2), *scale.chunk(2))
+    ours = functools.partial(ops.gated_mlp, x, *halves, "silu", "gate")
+
+    def vllm() -> torch.Tensor:
+        q, token = stock.quantize_token(x)
+        return stock.silu_and_mul(stock.scaled_mm(q, gate_up, token, scale))
+
+    def error() -> float:
+        want = get_kernel("torch", "gated_mlp")(x[:256], *halves, "silu", "gate")
+        return relative_error(ours()[:256], want)
+
+    return Prepared(
+        [ours],
+        {"vllm_fp8": [vllm], "compiled_bf16": [functools.partial(_compiled_mlp, x, weight)]},
+        error,
+        GEMM_TOLERANCE,
+    )
+
+
+def _fused_qkv(rows: int, hidden: int, model: str) -> Prepared:
+    """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write."""
+    heads = MODELS[model]
+    n = heads.width
+    copies = copies_for(n * hidden)
+    weights = [bf16(n, hidden) / hidden**0.5 for _ in range(copies)]
+    codes = [ops.quantize_fp8(w, None, "channel") for w in weights]
+    x, residual, gain, bias = bf16(rows, hidden), bf16(rows, hidden), bf16(hidden), bf16(n)
+    positions = torch.randint(0, 4096, (rows,), device="cuda")
+    table = torch.randn(4096, heads.dim, device="cuda").bfloat16()
+    slots = torch.arange(rows, device="cuda")
+    cache = heads.cache(rows)
+    none = (None, None, None, None, EPS)
+
+    def ours(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+        q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False)
+        qkv = ops.fp8_gemm(q, b, scale, b_scale, bias, torch.bfloat16)
+        return ops.rope_kv(qkv, positions, table, heads.q, True, *cache, slots, *none)
+
+    def vllm(w: torch.Tensor, hidden_states: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        # in place, as vLLM runs it
+        torch.ops._C.fused_add_rms_norm(hidden_states, rest, gain, EPS)
+        qkv = torch.nn.functional.linear(hidden_states, w, bias)
+        stock.rope_kv(qkv, positions, table, heads.q, *cache, slots)
+        return qkv
+
+    def error() -> float:
+        q, scale, _, _ = get_kernel("torch", "add_rms_norm_quant")(x, residual, gain, EPS, None)
+        qkv = get_kernel("torch", "fp8_gemm")(q, codes[0][0], scale, codes[0][1], bias, x.dtype)
+        args = (qkv, positions, table, heads.q, True, *heads.cache(rows), slots, *none)
+        return relative_error(ours(*codes[0]), get_kernel("torch", "rope_kv")(*args))
+
+    return Prepared(
+        [functools.partial(ours, b, s) for b, s in codes],
+        {"vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in weights]},
+        error,
+        2e-2,
+    )
+
+
+def gemm_cases() -> Iterator[Case]:
+    """Items 4 to 7 of issue 3."""
+    for k, n in SHAPES:
+        rows = (1, 4, 8, 16, 32, 64, *((128, 256) if (k, n) == LM_HEAD else ()))
+        for m in rows:
+            group = "gemm_small" if m <= 64 else "lm_head"
+            yield _gemm_case(group, m, n, k, small=True)
+    for k, n in (*(shape for shape in SHAPES if shape != LM_HEAD), *SQUARE[1:]):
+        for m in (1024, 4096, 8192):
+            yield _gemm_case("gemm_large", m, n, k, small=False)
+    for k, n in ((2880, 5120), (4096, 2880), (4096, 4096)):
+        for m in (1, 16, 64):
+            yield Case(
+                "linear",
+                {"M": m, "K": k, "N": n},
+                n * k + m * (2 * k + 2 * n),
+                2 * m * n * k,
+                functools.partial(_linear, m, n, k),
+            )
+    for hidden, intermediate in ((2048, 5632), (4096, 11264), (4096, 14336), (8192, 22528)):
+        yield Case(
+            "gated_mlp",
+            {"rows": 8192, "hidden": hidden, "intermediate": intermediate},
+            2 * intermediate * hidden + 8192 * 2 * (hidden + intermediate),
+            4 * 8192 * hidden * intermediate,
+            functools.partial(_gated_mlp, 8192, intermediate, hidden),
+        )
+    width = MODELS["gpt-oss-20b"].width
+    for tokens in (1, 4, 16):
+        yield Case(
+            "fused_qkv",
+            {"rows": tokens, "hidden": 2880},
+            width * 2880 + tokens * (width * 4 + 2880 * 6),
+            2 * tokens * width * 2880,
+            functools.partial(_fused_qkv, tokens, 2880, "gpt-oss-20b"),
+            {"model": "gpt-oss-20b"},
+        )
+
+
+def _gemm_case(group: str, m: int, n: int, k: int, small: bool) -> Case:
+    return Case(
+        group,
+        {"M": m, "K": k, "N": n},
+        n * k + m * (k + 2 * n),
+        2 * m * n * k,
+        functools.partial(_gemm, m, n, k, small),
+    )

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+r"""Measure the kernels on one NVIDIA GPU against vLLM's, cuBLASLt's and torch.compile's.
+
+Every result is checked against the reference before it is timed. Writes kernels.json (with the
+machine's fingerprint), kernels.md and kernels.png to --output and prints one line a case.
+
+    python scripts/bench_kernels.py --output docs/results/h200 \
+        --summary docs/results/h200/summary.json
+    python scripts/bench_kernels.py --groups gemm_small --contains "M=1 " --output /tmp/kernels
+    python scripts/bench_kernels.py --from-json kernels.json --output docs/results/h200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="folder for kernels.json, .md and .png")
+    parser.add_argument("--summary", type=Path, help="summary.json to merge the figures into")
+    parser.add_argument("--groups", nargs="*", default=[], help="groups to run (default: all)")
+    parser.add_argument("--contains", default="", help="only cases whose name contains this text")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument(
+        "--vllm-library", type=Path, help="path of vLLM's _C_stable_libtorch.abi3.so"
+    )
+    parser.add_argument("--compile-jobs", type=int, default=min(os.cpu_count() or 1, 12))
+    parser.add_argument("--from-json", type=Path, help="render an earlier kernels.json again")
+    parser.add_argument("--compile-share", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    from oss_fused.bench import kernel_report, kernel_stock, kernels
+    from oss_fused.bench.environment import has_gpu
+    from oss_fused.errors import OssFusedError
+
+    if arguments.from_json:
+        if not arguments.from_json.is_file() or not arguments.output:
+            parser.error(f"--from-json {arguments.from_json}: expected a file, and --output")
+        report = json.loads(arguments.from_json.read_text())
+        report["figures"] = kernels.figures(report["results"])
+        kernel_report.write(report, arguments.output, arguments.summary)
+        return 0
+    unknown = set(arguments.groups) - set(kernels.groups())
+    if unknown:
+        parser.error(f"--groups {' '.join(unknown)}: expected some of {' '.join(kernels.groups())}")
+    cases = kernels.select(arguments.groups, arguments.contains)
+    if arguments.list or not cases:
+        print("\n".join(case.name for case in cases) or "no case matches", file=sys.stderr)
+        return 0 if cases else 2
+    if not has_gpu():
+        parser.error("no NVIDIA GPU here: kernel times need one")
+    if arguments.compile_share:
+        kernels.compile_share(cases, arguments.compile_share)
+        return 0
+    if not arguments.output:
+        parser.error("--output is needed")
+    try:
+        kernel_stock.load(arguments.vllm_library)
+    except OssFusedError as error:
+        parser.error(str(error))
+    if arguments.compile_jobs > 1:
+        kernels.compile_in_parallel(
+            sys.argv if argv is None else [__file__, *argv], arguments.compile_jobs
+        )
+    report = kernels.run(cases)
+    kernel_report.write(report, arguments.output, arguments.summary)
+    wrong = [row["name"] for row in report["results"] if not row["passed"]]
+    print(json.dumps(report["figures"], indent=2), file=sys.stderr)
+    print(f"{len(cases)} cases, {len(wrong)} wrong; see {arguments.output}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
