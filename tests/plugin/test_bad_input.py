@@ -32,10 +32,6 @@ def refuse(engine, folder, tensors, match, drop=(), error=CheckpointError, **opt
     ("name", "value"),
     [
         (SCALE, 0.0),
-        (SCALE, -0.5),
-        (SCALE, float("nan")),
-        (SCALE, float("inf")),
-        (KV, 0.0),
         (KV, float("nan")),
         ("model.layers.0.mlp.up_proj.weight", float("nan")),
     ],
@@ -47,9 +43,7 @@ def test_bad_value(name, value, dense, engine):
     refuse(engine, folder, tensors | {name: bad}, f"'{name}'")
 
 
-@pytest.mark.parametrize(
-    "name", [SCALE, KV, "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
-)
+@pytest.mark.parametrize("name", [SCALE, KV, "model.norm.weight"])
 def test_missing_tensor(name, dense, engine):
     folder, tensors = dense
     refuse(engine, folder, tensors, f"'{name}'", drop=(name,))
