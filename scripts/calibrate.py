@@ -23,7 +23,7 @@ from tqdm import tqdm
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions, Summary
 from oss_fused.quant.plan import Step
-from oss_fused.quant.recipe import load_recipe, make_recipe
+from oss_fused.quant.recipe import Recipe, load_recipe, make_recipe
 from oss_fused.quant.scheme import PRESETS
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -103,9 +103,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="fp8 writes calibrated k_scale and v_scale; needs --dataset (default: none)",
     )
     add(
+        "--rounding",
+        choices=("auto", "nearest", "feedback"),
+        help="feedback weighs rounding errors by the inputs of --dataset (GPTQ on the FP8 grid); "
+        "auto: feedback with a dataset, else nearest (default: auto)",
+    )
+    add(
         "--dataset",
         metavar="FILE",
-        help="text, or JSON lines with 'text' or 'messages' (chat template applied)",
+        help="text, or JSON lines with 'text' or 'messages' (chat template applied); 'python' "
+        "takes this Python's own documentation and sources",
     )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
@@ -131,16 +138,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace DIR if it exists, once the new is whole")
     add("--resume", action="store_true", help="go on with an interrupted run of the same settings")
     add("--dry-run", action="store_true", help="check everything, say what would be made, stop")
-    return parser.parse_args(argv)  # fmt: skip
+    return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's settings: file first, flags over it."""
     settings = load_recipe(args.recipe) if args.recipe else {}
-    names = (
-        "scheme", "targets", "ignore", "lm_head", "experts", "kv_cache", "dataset",
-        "num_samples", "max_seq_length", "seed", "format",
-    )  # fmt: skip
+    names = Recipe.model_fields.keys() & vars(args).keys()
     return settings | {
         name: getattr(args, name) for name in names if getattr(args, name) is not None
     }

@@ -132,7 +132,14 @@ class Run:
         exporter = Exporter(plan, self.reader, writer, self.device)
         stream = None
         if self.samples:
-            stream = LayerStream(self.skeleton, plan, self.samples, self.device, writer.state)
+            stream = LayerStream(
+                self.skeleton,
+                plan,
+                self.samples,
+                self.device,
+                writer.state,
+                self.recipe.feedback,
+            )
         findings = LayerFindings()
         entered: int | None = _NOWHERE
         for step in progress(plan.steps):
@@ -194,6 +201,7 @@ class Run:
             "Format": self.recipe.format,
             "Linear layers in FP8": f"{summary.quantised} of {summary.linears}",
             "Scheme": self.recipe.scheme,
+            "Rounding": "error feedback" if self.recipe.feedback else "to nearest",
             "Experts": summary.experts or "none",
             "KV cache": "FP8, calibrated scales" if self.plan.kv_scales else "as served",
             "Size": f"{summary.source_bytes / 1e9:.2f} GB -> {summary.output_bytes / 1e9:.2f} GB",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from oss_fused.errors import CheckpointError, DatasetError
 
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
+# name of the dataset that every machine has: this Python's documentation and sources
+PYTHON = "python"
+_PYTHON_MODULES = ("argparse.py", "asyncio/tasks.py", "json/decoder.py", "logging/__init__.py")
 # shorter than this a sample says nothing about activations
 MIN_TOKENS = 2
 
@@ -32,12 +36,23 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def file_digest(path: str | Path) -> str:
-    """Hash of a dataset file's bytes.
+    """Hash of a dataset's bytes.
 
     Raises:
         DatasetError: the file cannot be read.
     """
-    return hashlib.sha256(_read(Path(path))).hexdigest()
+    data = python_text().encode() if str(path) == PYTHON else _read(Path(path))
+    return hashlib.sha256(data).hexdigest()
+
+
+def python_text() -> str:
+    """English prose about Python and Python code, half each, from the running interpreter."""
+    from pydoc_data.topics import topics
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    code = "\n\n".join((library / name).read_text() for name in _PYTHON_MODULES)
+    prose = "\n\n".join(topics[name] for name in sorted(topics))[: len(code)]
+    return prose + "\n\n" + code
 
 
 def load_samples(
@@ -45,16 +60,17 @@ def load_samples(
 ) -> list[torch.Tensor]:
     """Samples as token ids, each [T] int64 with 2 <= T <= max_seq_length.
 
-    A text file is cut into windows of ``max_seq_length`` tokens. A JSON-lines file has one sample
-    a line: ``{"text": ...}``, or ``{"messages": [{"role", "content"}, ...]}`` through the
-    tokenizer's chat template; long ones are truncated. ``seed`` chooses among them.
+    The dataset "python" is ``python_text()``. A text file is cut into windows of
+    ``max_seq_length`` tokens. A JSON-lines file has one sample a line: ``{"text": ...}``, or
+    ``{"messages": [{"role", "content"}, ...]}`` through the tokenizer's chat template; long ones
+    are truncated. ``seed`` chooses among them.
 
     Raises:
         DatasetError: the file is missing, empty, malformed (names the line) or too short.
     """
     path = Path(path)
     try:
-        text = _read(path).decode()
+        text = python_text() if str(path) == PYTHON else _read(path).decode()
     except UnicodeDecodeError as error:
         raise DatasetError(f"--dataset={str(path)!r}: expected UTF-8 text: {error}") from None
     if not text.strip():

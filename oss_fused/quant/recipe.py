@@ -19,7 +19,8 @@ class Recipe(BaseModel):
     """Settings of a run, as read from and written to recipe.yaml.
 
     ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
-    experts as they are; dense models keep lm_head.
+    experts as they are; dense models keep lm_head. ``rounding`` of "auto" takes error feedback
+    where there is a dataset.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +33,7 @@ class Recipe(BaseModel):
     lm_head: Literal["auto", "fp8", "bf16"] = "auto"
     experts: Literal["auto", "mxfp4", "fp8", "bf16"] = "auto"
     kv_cache: Literal["none", "fp8"] = "none"
+    rounding: Literal["auto", "nearest", "feedback"] = "auto"
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
@@ -41,6 +43,8 @@ class Recipe(BaseModel):
     def _data_where_needed(self) -> Recipe:
         if self.dataset is None and self.weight_scheme.needs_data:
             raise ValueError(f"scheme={self.scheme!r} has static input scales: it needs a dataset")
+        if self.dataset is None and self.rounding == "feedback":
+            raise ValueError("rounding='feedback' weighs errors by inputs: it needs a dataset")
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
         return self
@@ -49,6 +53,11 @@ class Recipe(BaseModel):
     def weight_scheme(self) -> QuantizationScheme:
         """The scheme of that name."""
         return preset(self.scheme)
+
+    @property
+    def feedback(self) -> bool:
+        """True if weights are rounded with error feedback."""
+        return self.rounding == "feedback" or (self.rounding == "auto" and self.dataset is not None)
 
     def digest(self, *parts: Any) -> str:
         """Short hash of the recipe and of whatever else decides the result."""

@@ -22,7 +22,8 @@ from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import AmaxObserver, CacheObserver, OutputError, watch_inputs
 from oss_fused.quant.plan import Plan
-from oss_fused.quant.scheme import QuantizationScheme
+from oss_fused.quant.rounding import InputMoments, round_with_feedback
+from oss_fused.quant.scheme import QuantizationScheme, siblings
 
 # samples on which a linear's output is compared with the exact one: a second GEMM each
 _ERROR_SAMPLES = 8
@@ -52,6 +53,7 @@ class LayerStream:
         samples: Sequence[torch.Tensor],
         device: torch.device,
         state: Path,
+        feedback: bool,
     ) -> None:
         """Take up the hidden states saved in ``state``, or embed the samples.
 
@@ -61,8 +63,10 @@ class LayerStream:
             samples: token ids, each [T].
             device: of the arithmetic, which is float32.
             state: folder for hidden states between layers.
+            feedback: round weights with error feedback instead of to the nearest.
         """
         self.skeleton, self.plan, self.device, self.state = skeleton, plan, device, state
+        self.feedback = feedback
         self.reader = skeleton.reader
         self.config = skeleton.config
         self.inner: Any = skeleton.model.model
@@ -133,22 +137,37 @@ class LayerStream:
     def _observe(
         self, layer: Any, index: int, linears: dict[str, nn.Linear], cache: CacheObserver
     ) -> LayerFindings:
-        """Run with exact weights; return the static input scales."""
+        """Run with exact weights; find the static input scales and the rounded weights."""
+        chosen = {name: s for name in linears if (s := self.plan.schemes[name]) is not None}
         static = {
-            name: AmaxObserver(f"{name}.input_scale")
-            for name in linears
-            if (scheme := self.plan.schemes[name]) is not None and scheme.needs_data
+            name: AmaxObserver(f"{name}.input_scale") for name, s in chosen.items() if s.needs_data
+        }
+        # fused linears read the same input: its moments are summed once
+        lead = {name: siblings(name, chosen)[0] for name in chosen} if self.feedback else {}
+        moments = {
+            name: InputMoments(linears[name].in_features, self.device) for name in lead.values()
         }
         findings = LayerFindings()
-        if not static and not self.plan.kv_scales:
+        if not static and not moments and not self.plan.kv_scales:
             return findings
-        watched = {name: linears[name] for name in static}
-        handles = watch_inputs(watched, lambda name, x: static[name].see(x))
+
+        def see(name: str, x: torch.Tensor) -> None:
+            if name in static:
+                static[name].see(x)
+            if name in moments:
+                inputs = chosen[name].input_activations
+                dynamic = inputs is not None and inputs.dynamic
+                moments[name].see(fake_quantize(x) if dynamic else x)
+
+        handles = watch_inputs({name: linears[name] for name in {*static, *moments}}, see)
         for i in range(len(self.hidden)):
             self._forward(layer, index, i, cache)
         for handle in handles:
             handle.remove()
         findings.input_scales = {name: observer.scale() for name, observer in static.items()}
+        for name, first in lead.items():
+            weight = linears[name].weight.data
+            findings.weights[name] = round_with_feedback(weight, moments[first].mean(first))
         return findings
 
     def _quantise(

@@ -357,3 +357,20 @@ def test_too_long_samples_are_refused(models: Models, tmp_path: Path, text_file:
     settings = {**SETTINGS, "dataset": str(text_file), "max_seq_length": 129}
     with pytest.raises(DatasetError, match="max-seq-length=129: the model's context is 128"):
         calibrate(models("llama"), tmp_path / "out", **settings)
+
+
+def test_feedback_lowers_the_output_error(models: Models, tmp_path: Path, text_file: Path) -> None:
+    settings = {"dataset": str(text_file), "max_seq_length": 64, "scheme": "W8A16"}
+    errors = {
+        rounding: calibrate(
+            models("qwen3"), tmp_path / rounding, rounding=rounding, **settings
+        ).errors
+        for rounding in ("nearest", "feedback")
+    }
+    for name, facts in errors["nearest"].items():
+        if "output_error" in facts:
+            assert errors["feedback"][name]["output_error"] < 0.7 * facts["output_error"]
+    assert "| Rounding | error feedback |" in (tmp_path / "feedback" / "README.md").read_text()
+    for name, tensor in tensors(tmp_path / "feedback").items():
+        if name.endswith("_scale"):
+            assert (tensor > 0).all() and tensor.isfinite().all()

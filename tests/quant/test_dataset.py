@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oss_fused.errors import CheckpointError, DatasetError
-from oss_fused.quant.dataset import load_samples, load_tokenizer
+from oss_fused.quant.dataset import file_digest, load_samples, load_tokenizer
 
 
 @pytest.fixture
@@ -86,3 +86,9 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot load a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_the_python_dataset_needs_no_file(tokenizer) -> None:
+    samples = load_samples("python", tokenizer, 3, 64, 0)
+    assert [len(sample) for sample in samples] == [64] * 3
+    assert file_digest("python") == file_digest("python")

@@ -95,6 +95,7 @@ def test_recipe_round_trip(tmp_path) -> None:
         ({"scheme": "FP9"}, "FP8_DYNAMIC"),
         ({"scheme": "FP8_STATIC"}, "needs a dataset"),
         ({"kv_cache": "fp8"}, "needs a dataset"),
+        ({"rounding": "feedback"}, "needs a dataset"),
         ({"num_samples": 0}, "num_samples=0"),
         ({"colour": "red"}, "colour='red'"),
         ({"experts": "int4"}, "experts='int4'"),
