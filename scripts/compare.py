@@ -170,10 +170,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     names = [arm.name for arm in args.arm]
     if len(set(names)) != len(names):
         parser.error(f"--arm: names must differ, got {', '.join(names)}")
-    for arm in args.arm:
-        looks_local = arm.model.startswith((".", "/", "~")) or arm.model.count("/") != 1
-        if not Path(arm.model).is_dir() and looks_local:
-            parser.error(f"--arm {arm.name}: {arm.model}: no such folder")
     if args.port is not None and not 0 < args.port <= 65535 - len(names):
         parser.error(f"--port {args.port}: expected 1 to {65535 - len(names)}")
     if args.summary and (not args.summary_prefix or len(names) < 2):
@@ -183,6 +179,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.quality and not args.quality.is_file():
         parser.error(f"--quality {args.quality}: no such file")
     try:
+        for arm in args.arm:
+            compare.check_model(arm.model)
         args.grid = compare.make_grid(args.lengths, args.concurrency, args.num_prompts)
     except ValueError as error:
         parser.error(str(error))

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from oss_fused.bench import evaluate, report, summary
-from oss_fused.bench.compare import Arm, parse_arm
+from oss_fused.bench.compare import Arm, check_model, parse_arm
 from oss_fused.bench.environment import fingerprint, has_gpu
 from oss_fused.bench.folder import write_json
 from oss_fused.bench.processes import Terminated
@@ -92,10 +92,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
     for text in (args.baseline, *args.candidate):
         try:
             arm = parse_model(text, {arm.name for arm in arms})
+            check_model(arm.model)
         except ValueError as error:
             parser.error(str(error))
-        if not Path(arm.model).is_dir() and arm.model.count("/") != 1:
-            parser.error(f"model {arm.model}: no such folder")
         arms.append(arm)
     return arms
 
@@ -106,7 +105,9 @@ def parse_model(text: str, taken: set[str]) -> Arm:
     Raises:
         ValueError: it names no model, or a name that is taken.
     """
-    first = text.split(maxsplit=1)[0] if text.strip() else ""
+    first = text.split(maxsplit=1)[0] if text.strip() else "-"
+    if first.startswith("-"):
+        raise ValueError(f"model {text!r}: names no model; expected [NAME=]FOLDER [engine flags]")
     name, equals, _ = first.partition("=")
     if not equals or name.isupper() or "/" in name:
         folder = next((word for word in shlex.split(text) if "=" not in word), "model")

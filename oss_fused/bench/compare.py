@@ -54,6 +54,17 @@ def parse_arm(text: str) -> Arm:
     return Arm(name.strip(), words[0], tuple(words[1:]), tuple(environment))
 
 
+def check_model(model: str) -> None:
+    """Refuse a model that is neither a folder nor could be a hub name (``owner/name``).
+
+    Raises:
+        ValueError: it names the model.
+    """
+    local = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if not Path(model).is_dir() and local:
+        raise ValueError(f"model {model}: no such folder")
+
+
 def parse_lengths(text: str) -> tuple[int, int]:
     """Read ``INPUT:OUTPUT`` tokens.
 

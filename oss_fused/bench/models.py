@@ -19,7 +19,7 @@ import torch
 
 from oss_fused.bench.folder import ShardWriter, atomic_folder, write_json
 from oss_fused.bench.tokenizer import save_tokenizer
-from oss_fused.errors import UnsupportedModelError
+from oss_fused.errors import UnsupportedDeviceError, UnsupportedModelError
 
 ROUTER_LOGIT_STD = 1.5
 # residual branches are damped as in trained models, so that tokens stay distinguishable
@@ -106,8 +106,13 @@ def make_model(
 
     Raises:
         UnsupportedModelError: MXFP4 asked for a dense model or a size that is no multiple of 32.
+        UnsupportedDeviceError: ``device`` is not here.
         CheckpointError: ``output`` exists, or writing failed.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedDeviceError(f"device {device}: cannot be used: {error}") from error
     if weight_format == "mxfp4":
         if not shape.experts:
             raise UnsupportedModelError(f"format mxfp4: {shape.arch} has no experts; use bf16")
@@ -194,8 +199,10 @@ def tensor_groups(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors in groups of one layer's size, each made on ``device`` when asked for."""
     make = _Maker(torch.Generator(device).manual_seed(seed), device)
+    # a tied embedding is the output head as well
+    spread = 1 / math.sqrt(shape.hidden) if shape.tied else 1.0
     yield {
-        "model.embed_tokens.weight": make.normal(shape.vocab, shape.hidden, std=1.0),
+        "model.embed_tokens.weight": make.normal(shape.vocab, shape.hidden, std=spread),
         "model.norm.weight": make.norm(shape.hidden),
     }
     for layer in range(shape.layers):

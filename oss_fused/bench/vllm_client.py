@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+from typing import Any
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # vLLM is what is measured: this program needs it, importing the package does not
-    serve = importlib.import_module("vllm.benchmarks.serve")
+    serve: Any = importlib.import_module("vllm.benchmarks.serve")
     # a vocabulary of 200k tokens takes seconds to load, and every measurement loads it
     serve.get_tokenizer = functools.cache(serve.get_tokenizer)
     parsing = importlib.import_module("vllm.utils.argparse_utils")

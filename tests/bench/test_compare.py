@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""The comparison's parts: arms, grid, defaults of flags, order of measurement, failures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import summary
+from oss_fused.bench.compare import Arm, Plan, make_grid, parse_arm, parse_lengths, run
+from oss_fused.errors import ServerError
+
+MakePlan = Callable[..., Plan]
+
+
+def test_parse_arm() -> None:
+    arm = parse_arm("oss=OSS_FUSED_BACKEND=torch VLLM_PLUGINS= /m --hf-overrides '{\"a\": 1}' -x")
+    variables = (("OSS_FUSED_BACKEND", "torch"), ("VLLM_PLUGINS", ""))
+    assert arm == Arm("oss", "/m", ("--hf-overrides", '{"a": 1}', "-x"), variables)
+
+
+@pytest.mark.parametrize("text", ["/models/x", "a=", "a=--flag", "=m", "a b=m", "a=X=1", "a='m"])
+def test_parse_arm_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="arm|quotation"):
+        parse_arm(text)
+
+
+@pytest.mark.parametrize("text", ["128", "0:5", "5:0", "a:b", "-1:4", "1:2:3"])
+def test_parse_lengths_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="expected INPUT:OUTPUT"):
+        parse_lengths(text)
+
+
+def test_grid_takes_prompts_per_concurrency() -> None:
+    assert [c.num_prompts for c in make_grid([(8, 4)], [1, 32], [])] == [8, 128]
+    assert [c.num_prompts for c in make_grid([(8, 4), (9, 4)], [1, 32], [3, 64])] == [3, 64] * 2
+    with pytest.raises(ValueError, match="one per concurrency"):
+        make_grid([(8, 4)], [1, 2, 3], [1, 2])
+
+
+def test_flags_defaults_give_way(fake_plan: MakePlan) -> None:
+    plan = fake_plan(grid=make_grid([(2000, 100)], [1], []))
+    flags = plan.flags_of(plan.arms[1])
+    assert flags[:2] == ["--max-model-len", "2228"]
+    assert "--enforce-eager" in flags and "--no-enable-prefix-caching" in flags
+    assert flags[-2:] == ["--quantization", "q"]
+    own = Arm("a", "m", ("--max_model_len=77", "--enable-prefix-caching"))
+    flags = fake_plan(gpu=True).flags_of(own)
+    assert flags == ["--max_model_len=77", "--enable-prefix-caching"]
+    together = fake_plan(gpu=True, together=True).flags_of(Arm("a", "m"))
+    assert "--kv-cache-memory-bytes" in together
+    assert together[together.index("--gpu-memory-utilization") + 1] == "0.42"
+
+
+def test_environment_defaults_give_way(
+    fake_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    arm = Arm("a", "m", (), (("VLLM_CPU_KVCACHE_SPACE", "9"),))
+    assert fake_plan().environment_of(None)["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    environment = fake_plan().environment_of(arm)
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in fake_plan(gpu=True).environment_of(arm)
+
+
+def test_run_alternates_and_ratios_pair_equal_prompts(fake_plan: MakePlan, tmp_path: Path) -> None:
+    results = run(fake_plan(), tmp_path)
+    order = [(row["arm"], row["round"], row["concurrency"]) for row in results["measurements"]]
+    assert order == [
+        (arm, number, concurrency)
+        for number in (0, 1)
+        for arm in ("slow", "fast")
+        for concurrency in (1, 2)
+    ]
+    assert results["arms"]["fast"]["chat"]["answer"] == "fast: Paris"
+    assert results["arms"]["slow"]["memory"]["weights_gib"] == 12.5
+    cells = summary.condense(results["measurements"], ["slow", "fast"])
+    for cell in cells:
+        ratio = cell["arms"]["fast"]["ratios"]["output_throughput"]
+        # rounds differ by the seed's spread, which the pairing takes out
+        assert ratio["median"] == pytest.approx(2) and ratio["max"] == pytest.approx(ratio["min"])
+        assert len(ratio["values"]) == 2
+
+
+def test_together_interleaves_each_load(fake_plan: MakePlan, tmp_path: Path) -> None:
+    results = run(fake_plan(together=True, rounds=1, repeats=2), tmp_path)
+    order = [(row["repeat"], row["concurrency"], row["arm"]) for row in results["measurements"]]
+    assert order == [
+        *((0, 1, "slow"), (0, 1, "fast"), (0, 2, "slow"), (0, 2, "fast")),
+        *((1, 1, "fast"), (1, 1, "slow"), (1, 2, "fast"), (1, 2, "slow")),
+    ]
+
+
+def test_server_dying_under_load_is_named_and_nothing_is_left(
+    fake_plan: MakePlan, tmp_path: Path
+) -> None:
+    from oss_fused.bench.processes import descendants
+
+    arms = [Arm("slow", "m"), Arm("fast", "m", (), (("FAKE_MODE", "dies_under_load"),))]
+    with pytest.raises(ServerError, match=r"server fast: .*under load \(c2 8:4\)") as caught:
+        run(fake_plan(arms=arms), tmp_path)
+    assert "engine core has died" in str(caught.value)
+    assert descendants(os.getpid()) == []
+
+
+def test_client_trouble_is_named(
+    fake_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CLIENT", "dies")
+    with pytest.raises(ServerError, match=r"client: ended unexpectedly(\n.*)*client trouble"):
+        run(fake_plan(), tmp_path)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""scripts/compare.py: bad arguments, failures, results; one round trip through the real vLLM."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import compare
+from oss_fused.bench.models import get_shape, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "compare.py"
+DOUBLES = ROOT / "tests" / "bench"
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the script with doubles of server and client; returns its exit code."""
+    original = compare.Plan.__init__
+
+    def with_doubles(self: compare.Plan, **options: object) -> None:
+        original(self, **options)
+        self.serve_command = (sys.executable, str(DOUBLES / "fake_server.py"), "serve")
+        self.client_command = (sys.executable, str(DOUBLES / "fake_client.py"))
+
+    monkeypatch.setattr(compare.Plan, "__init__", with_doubles)
+    (tmp_path / "m").mkdir(exist_ok=True)
+
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        return int(stopped.value.code or 0)
+
+    return main
+
+
+def arms(tmp_path: Path, second: str = "fast={m}") -> list[str]:
+    model = str(tmp_path / "m")
+    return ["--arm", f"slow={model}", "--arm", second.format(m=model)]
+
+
+def test_compares_and_merges_the_summary(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, totals = tmp_path / "out", tmp_path / "summary.json"
+    options = ["--concurrency", "1", "2", "--num-prompts", "2", "--rounds", "1"]
+    merge = ["--summary", str(totals), "--summary-prefix", "main_job.x"]
+    assert run(*arms(tmp_path), *options, *merge, "--output", str(output)) == 0
+    results = json.loads((output / "results.json").read_text())
+    assert results["settings"]["concurrency"] == [1, 2]
+    assert len(results["measurements"]) == 4
+    assert (output / "chart.png").stat().st_size > 10_000
+    assert "**2.00x** for 1 x 128:128" in (output / "report.md").read_text()
+    assert json.loads(totals.read_text())["main_job.x.ratio_c2"]["value"] == 2.0
+    assert "main_job.x.ratio_c1 = 2.0" in capsys.readouterr().err
+    # again from the saved results, on another machine
+    totals.unlink()
+    (output / "report.md").unlink()
+    assert run("--render", str(output), *merge) == 0
+    assert "main_job.x.ratio_c1" in json.loads(totals.read_text())
+    assert (output / "report.md").is_file()
+    # an existing folder is kept unless asked otherwise
+    assert run(*arms(tmp_path), *options, "--output", str(output)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run(*arms(tmp_path), *options, "--output", str(output), "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "o"], "--arm and --output are required"),
+        (["--arm", "a=/nowhere/m", "--output", "o"], "/nowhere/m: no such folder"),
+        (["--arm", "nonsense", "--output", "o"], "expected NAME=MODEL"),
+        (["--arm", "a=x/y", "--arm", "a=x/y", "--output", "o"], "names must differ"),
+        (["--arm", "a=x/y", "--output", "o", "--lengths", "12"], "expected INPUT:OUTPUT"),
+        (["--arm", "a=x/y", "--output", "o", "--concurrency", "0"], "expected at least 1"),
+        (["--arm", "a=x/y", "--output", "o", "--port", "99999"], "expected 1 to"),
+        (["--arm", "a=x/y", "--output", "o", "--summary", "s"], "needs --summary-prefix"),
+        (["--arm", "a=x/y", "--output", "o", "--quality", "/nowhere"], "no such file"),
+    ],
+)
+def test_bad_arguments(
+    run: Run, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_taken_port(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = run(*arms(tmp_path), "--port", str(port), "--output", str(tmp_path / "out"))
+    assert code == 1
+    assert f"port {port}: cannot be used" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_server_that_dies_leaves_no_results(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = "fast=FAKE_MODE=dies_under_load {m}"
+    assert run(*arms(tmp_path, second), "--output", str(tmp_path / "out")) == 1
+    message = capsys.readouterr().err
+    assert "server fast: " in message and "engine core has died" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+
+
+@pytest.mark.serve
+def test_real_round_trip_on_a_tiny_gpt_oss(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", get_shape("gpt-oss", "tiny"))
+    command = [sys.executable, str(SCRIPT), "--arm", f"stock={tmp_path / 'm'}"]
+    command += ["--arm", f"oss_fp8={tmp_path / 'm'} --quantization oss_fp8", "--together"]
+    command += ["--concurrency", "2", "--lengths", "24:8", "--num-prompts", "4", "--rounds", "1"]
+    command += ["--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    for run_ in results["measurements"]:
+        assert run_["figures"]["completed"] == 4
+        assert run_["figures"]["total_output_tokens"] == 4 * 8
+        assert run_["figures"]["p99_ttft_ms"] > 0
+    assert set(results["arms"]) == {"stock", "oss_fp8"}
+    assert all(arm["memory"]["kv_cache_tokens"] > 0 for arm in results["arms"].values())

