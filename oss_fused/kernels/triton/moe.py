@@ -88,11 +88,11 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + slot)
-        here = mask & (row >= 0)
-        part = tl.load(y + row.to(tl.int64) * N + column, mask=here, other=0.0).to(tl.float32)
-        # a NaN weight must not reach the output through an expert that is not here
-        weight = tl.where(row >= 0, tl.load(weights + token * TOP_K + slot), 0.0)
-        acc += part * weight
+        y_row = tl.maximum(row, 0).to(tl.int64) * N
+        part = tl.load(y + y_row + column, mask=mask, other=0.0).to(tl.float32)
+        part *= tl.load(weights + token * TOP_K + slot)
+        # an expert that is not here adds nothing, whatever its weight or memory hold
+        acc += tl.where(row >= 0, part, 0.0)
     tl.store(out + token * N + column, round_to(acc, out.dtype.element_ty), mask=mask)
 
 

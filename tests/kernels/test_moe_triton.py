@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""Triton expert kernels against their reference twin (interpreted where there is no GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_layer import Layer, relative_error
+
+from oss_fused.errors import UnsupportedDtypeError
+from oss_fused.kernels.registry import get_kernel
+
+pytest.importorskip("triton")
+from oss_fused.kernels.triton.moe import MoEConfig, Tile, choose_config
+
+reference = get_kernel("torch", "moe_mxfp4")
+# bfloat16 outputs round at 2^-9; a sum in another order moves some of them by one step
+SAME_ARITHMETIC = 2e-3
+# FP8: codes of the intermediate may move by a step too, and partial results are bfloat16
+FP8_STEP = 1e-2
+
+
+def run(layer: Layer, x, logits, top_k=2, expert_map=None, activation="swigluoai", fp8=-1,
+        config=None):  # fmt: skip
+    args = (x, logits, *layer.packed13, layer.b13, *layer.packed2, layer.b2, top_k, True)
+    args += (expert_map, activation, fp8)
+    return get_kernel("triton", "moe_mxfp4")(*args, config), reference(*args)
+
+
+def inputs(device, tokens: int, hidden: int, experts: int):
+    torch.manual_seed(tokens + hidden)
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    return x, torch.randn(tokens, experts, device=device).bfloat16()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize(("hidden", "inter"), [(64, 32), (192, 96), (128, 224)])
+def test_default_tiles(device, hidden, inter, tokens):
+    layer = Layer(hidden, inter, 4).to(device)
+    actual, expected = run(layer, *inputs(device, tokens, hidden, 4))
+    assert relative_error(actual, expected) < SAME_ARITHMETIC
+
+
+CONFIGS = [
+    MoEConfig(2, Tile(1, 4, 16, 3), Tile(1, 4, 16, 4), True),
+    MoEConfig(4, Tile(1, 2, 8, 3), Tile(1, 2, 8, 3), True),
+    MoEConfig(8, Tile(1, 1, 4, 3), Tile(1, 1, 4, 3), False),
+    MoEConfig(16, Tile(2, 1, 8, 3), Tile(2, 1, 8, 3), True),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_kind_of_tile(device, config):
+    # three row groups, so that the last tile of two overlaps; chunks that SPLIT does not divide
+    layer = Layer(192, 96, 4).to(device)
+    actual, expected = run(layer, *inputs(device, 5, 192, 4), config=config)
+    assert relative_error(actual, expected) < SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 32768])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_configs_meet_the_tensor_cores_least_width(pairs, fp8):
+    for experts in (8, 32, 128):
+        config = choose_config(pairs, experts, fp8)
+        for tile in (config.gate_up, config.down):
+            assert tile.split * config.rows * (1 if fp8 else 2) >= 16
+            assert tile.groups == 1 or tile.split == 1
+
+
+def test_silu_has_a_scale_for_each_row(device):
+    layer = Layer(64, 64, 4).to(device)
+    x, logits = inputs(device, 4, 64, 4)
+    actual, expected = run(layer, 8 * x, logits, activation="silu")
+    assert relative_error(actual, expected) < SAME_ARITHMETIC
+
+
+def test_fp8_activations(device):
+    layer = Layer(128, 96, 4).to(device)
+    actual, expected = run(layer, *inputs(device, 6, 128, 4), fp8=6)
+    assert relative_error(actual, expected) < FP8_STEP
+
+
+def test_float16_keeps_nine_bits(device):
+    layer = Layer(64, 32, 4).to(device)
+    x, logits = inputs(device, 3, 64, 4)
+    actual, expected = run(layer, x.half(), logits)
+    assert actual.dtype == torch.float16
+    assert relative_error(actual, expected) < SAME_ARITHMETIC
+
+
+def test_expert_map_and_nan_rows(device):
+    layer = Layer(64, 32, 4).to(device)
+    x, logits = inputs(device, 5, 64, 8)
+    expert_map = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1], dtype=torch.int32, device=device)
+    x[1, 7] = float("nan")
+    x[2, 9] = float("inf")
+    logits[3] = float("nan")
+    logits[0, :4] = torch.tensor([9.0, -9, 8, -9])  # experts that are not here
+    actual, expected = run(layer, x, logits, expert_map=expert_map)
+    assert (actual[0] == 0).all() and actual[4].isfinite().all()
+    assert torch.equal(actual.isnan().all(1), expected.isnan().all(1))
+    keep = ~expected.isnan().any(1)
+    assert relative_error(actual[keep], expected[keep]) < SAME_ARITHMETIC
+
+
+def test_no_tokens_and_float32(device):
+    layer = Layer(64, 32, 4).to(device)
+    x, logits = inputs(device, 2, 64, 4)
+    actual, _ = run(layer, x[:0], logits[:0])
+    assert actual.shape == (0, 64)
+    with pytest.raises(UnsupportedDtypeError, match="x.dtype"):
+        run(layer, x.float(), logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 33, 130, 700])
+@pytest.mark.parametrize("fp8", [-1, 0])
+def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
+    layer = Layer(2880, 2880, 8).to(device)
+    x, logits = inputs(device, tokens, 2880, 8)
+    actual, expected = run(layer, 0.05 * x, logits, top_k=4, fp8=fp8)
+    again, _ = run(layer, 0.05 * x, logits, top_k=4, fp8=fp8)
+    assert torch.equal(actual, again)
+    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else SAME_ARITHMETIC)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT
+"""Routing kernels against the reference and plain sorting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.registry import get_kernel
+
+pytest.importorskip("triton")
+from oss_fused.kernels.triton.router import encode_rows, route
+
+reference = get_kernel("torch", "moe_route")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def moe_route(request):
+    return get_kernel(request.param, "moe_route")
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 32, 4), (5, 130, 3), (70, 128, 4)])
+def test_topk_of_random_logits(moe_route, device, tokens, experts, top_k, renormalize):
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts, device=device).bfloat16()
+    weights, ids = moe_route(logits, top_k, renormalize)
+    values = logits.float().softmax(-1)
+    if renormalize:
+        values = values / values.topk(top_k).values.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, values.topk(top_k).values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(values.gather(1, ids.long()), weights, rtol=1e-5, atol=1e-6)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+
+
+def test_ties_infinities_and_nan(moe_route, device):
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor(
+        [[1.0, 2.0, 2.0, 1.0], [-inf, -inf, -inf, 0.0], [0.0, -0.0, -1.0, -2.0], [0.0, nan, 1, 2]],
+        device=device,
+    )
+    weights, ids = moe_route(logits, 2, True)
+    assert ids[:3].tolist() == [[1, 2], [3, 0], [0, 1]]
+    assert weights[1].tolist() == [1.0, 0.0]
+    # ids stay valid, the weights say that the row is lost
+    assert set(ids[3].tolist()) <= {0, 1, 2, 3} and weights[3].isnan().all()
+
+
+def test_no_tokens_and_bad_arguments(moe_route, device):
+    weights, ids = moe_route(torch.empty(0, 8, device=device), 2, True)
+    assert weights.shape == ids.shape == (0, 2)
+    with pytest.raises(ShapeMismatchError, match="top_k=9"):
+        moe_route(torch.zeros(1, 8, device=device), 9, True)
+    with pytest.raises(ShapeMismatchError, match="router_logits"):
+        moe_route(torch.zeros(8, device=device), 1, True)
+    with pytest.raises(UnsupportedDtypeError, match="router_logits"):
+        moe_route(torch.zeros(1, 8, dtype=torch.int32, device=device), 1, True)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rows"), [(1, 32, 2), (9, 8, 8), (40, 128, 2), (130, 32, 16)]
+)
+def test_order_place_and_tiles(device, tokens, experts, rows, mapped):
+    torch.manual_seed(tokens)
+    top_k = 4
+    logits = torch.randn(tokens, experts, device=device)
+    local, expert_map = experts, None
+    if mapped:
+        local = experts // 2
+        expert_map = torch.full((experts,), -1, dtype=torch.int32, device=device)
+        expert_map[local:] = torch.arange(local, dtype=torch.int32, device=device)
+    routing = route(logits, top_k, True, expert_map, local, rows)
+    ids = reference(logits, top_k, True)[1].flatten()
+    if expert_map is not None:
+        ids = expert_map[ids.long()]
+    # pairs of an expert in their own order, those of other ranks nowhere
+    expected = [p for e in range(local) for p in (ids == e).nonzero().flatten().tolist()]
+    assert routing.order[: len(expected)].tolist() == expected
+    place = torch.full_like(ids, -1)
+    place[expected] = torch.arange(len(expected), dtype=torch.int32, device=device)
+    assert torch.equal(routing.place, place)
+    tiles, at = [], 0
+    for e in range(local):
+        count = int((ids == e).sum())
+        tiles += [[e, at + n, min(rows, count - n)] for n in range(0, count, rows)]
+        at += count
+    assert routing.tiles[: len(tiles)].tolist() == tiles
+    assert (routing.tiles[len(tiles) :, 0] == -1).all()
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor, width: int) -> torch.Tensor:
+    """Undo encode_rows: levels added, columns in their order."""
+    column = torch.arange(width, device=codes.device)
+    within = column % 128
+    position = (
+        column
+        - within
+        + within // 8 % 4 * 32
+        + within // 4 % 2 * 16
+        + within // 32 * 4
+        + within % 4
+    )
+    levels = (
+        codes.float() * torch.tensor([1.0, 1 / 16], device=codes.device)[: codes.shape[1], None]
+    )
+    return levels.sum(1)[:, position] * scale[:, None]
+
+
+@pytest.mark.parametrize("width", [32, 160, 2880])
+def test_two_levels_hold_bfloat16_exactly(device, width):
+    torch.manual_seed(width)
+    x = torch.randn(5, width, device=device).bfloat16()
+    x[1] *= 1e-30
+    x[2] = 0
+    x[3, :4] = 1000.0
+    codes, scale = encode_rows(x, 2)
+    back = decoded(codes, scale, width)
+    # 2^-12 of the row's largest value is still exact; smaller ones err by 2^-21 of it at most
+    large = x.float().abs() >= x.float().abs().amax(1, keepdim=True) * 2.0**-12
+    assert torch.equal(back[large], x.float()[large])
+    assert ((back - x.float()).abs() <= x.float().abs().amax(1, keepdim=True) * 2.0**-20).all()
+    assert (codes[:, :, -(-width // 128) * 128 :].float() == 0).all()
+
+
+def test_one_level_is_the_token_quantisation(device):
+    x = torch.randn(4, 96, device=device).bfloat16()
+    x[1] = 0
+    codes, scale = encode_rows(x, 1)
+    expected, expected_scale = get_kernel("torch", "quantize_fp8")(x, None, "token")
+    assert torch.equal(scale, expected_scale.flatten())
+    back = decoded(codes, scale, 96)
+    torch.testing.assert_close(back, expected.float() * expected_scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poisoned_rows_decode_to_nan(device, poison, levels):
+    x = torch.ones(2, 64, device=device).bfloat16()
+    x[0, 5] = poison
+    codes, scale = encode_rows(x, levels)
+    assert scale[0].isnan() or scale[0].isinf()
+    assert torch.equal(decoded(codes, scale, 64)[1], x[1].float())
