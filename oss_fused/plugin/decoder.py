@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Decoder layers in which residual add, RMSNorm and FP8 quantisation are one kernel.
+"""Decoder layers in which a norm or activation and the FP8 quantisation after it are one kernel.
 
-The norm asks the projection that reads its output which quantised form it takes
-(``get_input_quant_key``, which hides it for LoRA) and hands that over; any other projection
-gets the plain norm of vLLM.
+Norm and activation ask the projection that reads their output which quantised form it takes
+(``get_input_quant_key``, which hides it for LoRA) and hand that over; any other projection gets
+the output of vLLM's own norm or activation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fusion.quant_activation import (
     QuantizedActivation,
     get_input_quant_key,
@@ -58,6 +59,23 @@ def norm_for(
     return quantised, x if residual is None else added
 
 
+def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+    """Llama's MLP: ``down(silu(gate) * up)``; SiLU, product and quantisation are one kernel."""
+    gate_up, _ = mlp.gate_up_proj(x)
+    key = get_input_quant_key(mlp.down_proj)
+    if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
+        return mlp.down_proj(mlp.act_fn(gate_up))[0]
+    codes, scale = torch.ops.oss_fused.act_mul_quant(gate_up, "silu", None)
+    quantised = QuantizedActivation(
+        data=codes,
+        scale=scale,
+        orig_dtype=gate_up.dtype,
+        orig_shape=codes.shape,
+        quant_key=key,
+    )
+    return mlp.down_proj(quantised)[0]
+
+
 class _FusedNorms:
     """``forward`` of Llama-style layers: attention and MLP, a norm before each."""
 
@@ -74,7 +92,7 @@ class _FusedNorms:
         x, residual = norm_for(
             self.post_attention_layernorm, self.mlp.gate_up_proj, hidden_states, residual
         )
-        return self.mlp(x), residual
+        return gated_mlp(self.mlp, x), residual
 
 
 class OssLlamaDecoderLayer(_FusedNorms, LlamaDecoderLayer):

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.tiles import ROW_BUCKETS
@@ -40,7 +44,7 @@ def row_counts(limit: int, row_bytes: int) -> Iterator[int]:
 
 
 def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
-    """Run a loaded FP8 linear layer, and the norm that feeds it, once per bucket.
+    """Run a loaded FP8 linear layer, and what quantises its input, once per bucket.
 
     Args:
         layer: with weight [N, K] and, if a norm may quantise for it, ``_input_quant_key``.
@@ -58,13 +62,16 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
         return
     _done.add(key)
     gain = torch.ones(k, dtype=dtype, device=weight.device)
-    from_norm = hasattr(layer, "_input_quant_key") and not isinstance(layer, ParallelLMHead)
+    after_norm = (QKVParallelLinear, MergedColumnParallelLinear)
+    from_norm = hasattr(layer, "_input_quant_key") and isinstance(layer, after_norm)
     for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
         x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
         apply(layer, x, bias)
         if from_norm:
             for residual in (None, x):
                 torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False)
+        if isinstance(layer, RowParallelLinear) and static is None:
+            torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
 
 
 def warm_experts(key: Hashable, hidden: int, limit: int, run: Callable[[int], Any]) -> None:
