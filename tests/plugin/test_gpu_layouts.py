@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""Schemes and expert layouts on a GPU, compiled and in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.conftest import assert_agrees, build, calibrate, to_mxfp4
+
+pytestmark = [pytest.mark.gpu, pytest.mark.serve]
+
+GRAPHS = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch):
+    # tests/plugin/conftest.py turns torch.compile off for the CPU's sake
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+@pytest.mark.parametrize("inputs", ["token", "tensor", None])
+def test_schemes(inputs, tmp_path, engine):
+    folder = build(tmp_path / "bf16", "llama")
+    served = engine(calibrate(build(tmp_path / "fp8", "llama"), inputs=inputs), **GRAPHS)
+    assert_agrees(served.generate(), folder, inputs=inputs)
+
+
+@pytest.mark.parametrize("experts", ["bf16", "fp8"])
+def test_expert_layouts(experts, tmp_path, engine):
+    folder = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
+    checkpoint = build(tmp_path / "fp8", "gpt_oss", head_dim=64)
+    served = engine(calibrate(checkpoint, ignore=(), experts=experts), **GRAPHS)
+    assert_agrees(served.generate(), folder, ignore=(), experts=experts)
+
+
+@pytest.mark.parametrize("choice", ["oss", "vllm"])
+def test_mxfp4_kernels(choice, tmp_path, engine, monkeypatch):
+    monkeypatch.setenv("OSS_FUSED_EXPERTS", choice)
+    folder = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
+    checkpoint = to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss", head_dim=64))
+    served = engine(checkpoint, quantization="oss_fp8", **GRAPHS)
+    experts = served.model.model.layers[0].mlp.experts.routed_experts
+    ours = type(experts.quant_method).__name__ == "OssMxfp4MoEMethod"
+    assert ours == (choice == "oss")
+    assert_agrees(served.generate(), folder, ignore=(), experts="mxfp4")
+
+
+def test_reload(tmp_path, engine):
+    served = engine(calibrate(build(tmp_path, "llama")), **GRAPHS)
+    before = served.generate()
+    served.llm.collective_rpc("reload_weights")
+    assert served.generate() == before
