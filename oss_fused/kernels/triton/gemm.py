@@ -7,7 +7,7 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels import tiles
-from oss_fused.kernels.triton.gemm_gemv import gemm_gemv
+from oss_fused.kernels.triton.gemm_gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.triton.gemm_large import gemm_large
 from oss_fused.kernels.triton.gemm_swap import gemm_swap
 from oss_fused.kernels.triton.gemm_tile import gemm_tile
@@ -23,6 +23,9 @@ from oss_fused.kernels.validation import (
 )
 
 _KERNELS = {"gemv": gemm_gemv, "swap": gemm_swap, "large": gemm_large, "tile": gemm_tile}
+
+# up to so many rows one launch that quantises in every CTA beats two
+FUSED_ROWS = 2
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
@@ -68,6 +71,14 @@ def fp8_linear(
     if x.dim() == 0 or x.shape[-1] != k:
         raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
     check_scale("weight_scale", weight_scale, n)
+    rows = as_rows(x)
+    if input_scale is None and 0 < rows.shape[0] <= FUSED_ROWS and x.dtype != torch.float32:
+        config = dict(tiles.gemm_tile(x.device, rows.shape[0], n, k))
+        weight_rows = as_rows(weight)
+        if config.pop("kernel") == "gemv" and _aligned(rows) and _aligned(weight_rows):
+            out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
+            gemv_linear(rows, weight_rows, weight_scale, bias, out, **config)
+            return out.view(*x.shape[:-1], n)
     strategy = "token" if input_scale is None else "tensor"
-    q, scale = quantize_fp8(x.reshape(-1, k), input_scale, strategy)
+    q, scale = quantize_fp8(rows, input_scale, strategy)
     return fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype).view(*x.shape[:-1], n)

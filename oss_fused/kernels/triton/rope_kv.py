@@ -52,7 +52,7 @@ def _store_heads(
         tl.store(value_slot + v_cols + cols, rounded, mask=mask & is_v & write)
 
 
-@triton.jit(do_not_specialize=["slots", "stride_qkv"])
+@triton.jit(do_not_specialize=["slots"])
 def _rope_kv_kernel(
     qkv,
     positions,
