@@ -67,10 +67,10 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
     for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
         x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
         apply(layer, x, bias)
+        # codes from a norm or an activation: at few rows another kernel than apply's
+        codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
+        torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype)
         if from_norm:
-            # codes from the norm take the product alone, at few rows another kernel than apply's
-            codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
-            torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype)
             for residual in (None, x):
                 torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False)
         if isinstance(layer, RowParallelLinear) and static is None:
