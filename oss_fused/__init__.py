@@ -24,6 +24,7 @@ _EXPORTS: dict[str, str] = {
     "fused_rmsnorm_rope": "oss_fused.functional",
     "fused_gated_mlp": "oss_fused.functional",
     "FP8Format": "oss_fused.quant.formats",
+    "BenchmarkSuite": "oss_fused.bench.suite",
     "TensorSpec": "oss_fused.specs",
     "RMSNormRoPEInput": "oss_fused.specs",
     "GatedMLPInput": "oss_fused.specs",

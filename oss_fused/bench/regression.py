@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: MIT
+"""Regression control: compare result files, hold rows to thresholds, follow the trend.
+
+A threshold file is JSON: ``{"format": 1, "default": 0.1, "rows": {name: {"latency_ms": best known
+p50, "allowed": relative slowdown}}}``. Adaptive write-back lowers a baseline to a stable better
+time and sets ``allowed`` to what the row's noise demands; it never raises a baseline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from oss_fused.bench.statistics import Verdict, compare_samples
+
+FORMAT = 1
+HISTORY_RUNS = 100
+DEFAULT_ALLOWED = 0.10
+# an adapted allowance stays between these, at this many relative standard deviations
+_MIN_ALLOWED, _MAX_ALLOWED, _NOISE_FACTOR = 0.05, 0.5, 4.0
+
+
+class RowVerdict(Enum):
+    """Outcome of a row."""
+
+    OK = "ok"
+    FASTER = "faster"
+    SLOWER = "slower"
+    WRONG = "wrong"
+    MISSING = "missing"
+    NEW = "new"
+
+    @property
+    def fails(self) -> bool:
+        """Whether this outcome fails a check."""
+        return self in (RowVerdict.SLOWER, RowVerdict.WRONG, RowVerdict.MISSING)
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row against its baseline; times in ms, ``ratio`` above 1 is slower."""
+
+    name: str
+    verdict: RowVerdict
+    baseline_ms: float | None = None
+    current_ms: float | None = None
+    ratio: float | None = None
+    note: str = ""
+
+
+def load_results(path: str | Path) -> dict[str, Any]:
+    """Read a result file of BenchmarkSuite.
+
+    Raises:
+        ValueError: unreadable, not JSON, or not a result file; names the file.
+    """
+    raw = _read_json(Path(path))
+    rows = raw.get("rows")
+    if raw.get("format") != FORMAT or not isinstance(rows, list):
+        raise ValueError(f"{path}: not a result file (format {raw.get('format')!r}, no rows)")
+    for row in rows:
+        if not isinstance(row, dict) or not {"operation", "problem", "implementation"} <= set(row):
+            raise ValueError(f"{path}: a row lacks operation, problem or implementation")
+    return raw
+
+
+def rows_by_name(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """``operation/problem/implementation`` -> row."""
+    keys = ("operation", "problem", "implementation")
+    return {"/".join(row[key] for key in keys): row for row in results["rows"]}
+
+
+def compare_results(
+    baseline: dict[str, Any], current: dict[str, Any], min_change: float = 0.03
+) -> list[CheckedRow]:
+    """A verdict per row of two result files, by medians and the Mann-Whitney U test."""
+    before, after = rows_by_name(baseline), rows_by_name(current)
+    checked = []
+    for name in [*before, *(n for n in after if n not in before)]:
+        old, new = before.get(name), after.get(name)
+        verdict = _without_time(old, new)
+        if verdict is not None or old is None or new is None:
+            checked.append(CheckedRow(name, verdict or RowVerdict.NEW, note=_message(new)))
+            continue
+        found = compare_samples(old["samples_ms"], new["samples_ms"], min_change)
+        kind = {
+            Verdict.FASTER: RowVerdict.FASTER,
+            Verdict.SLOWER: RowVerdict.SLOWER,
+            Verdict.SAME: RowVerdict.OK,
+        }[found.verdict]
+        times = (old["latency_ms"], new["latency_ms"])
+        checked.append(CheckedRow(name, kind, *times, found.ratio, f"p={found.p_value:.2g}"))
+    return checked
+
+
+def _without_time(old: dict[str, Any] | None, new: dict[str, Any] | None) -> RowVerdict | None:
+    """The verdict where there is no pair of times to compare."""
+    if new is None:
+        return RowVerdict.MISSING
+    if new.get("status") != "ok":
+        return RowVerdict.WRONG
+    return RowVerdict.NEW if old is None or old.get("status") != "ok" else None
+
+
+def _message(row: dict[str, Any] | None) -> str:
+    return "" if row is None else str(row.get("message", ""))
+
+
+class Thresholds:
+    """The threshold file: what each row may cost.
+
+    Raises:
+        ValueError: the file is not a threshold file; names it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Read ``path``; a file that does not exist yet is an empty one."""
+        self.path = Path(path)
+        raw: dict[str, Any] = {"format": FORMAT}
+        if self.path.exists():
+            raw = _read_json(self.path)
+        self.default = raw.get("default", DEFAULT_ALLOWED)
+        self.rows: dict[str, dict[str, float]] = raw.get("rows", {})
+        sound = (
+            raw.get("format") == FORMAT
+            and isinstance(self.default, int | float)
+            and isinstance(self.rows, dict)
+            and all(
+                isinstance(row, dict) and isinstance(row.get("latency_ms"), int | float)
+                for row in self.rows.values()
+            )
+        )
+        if not sound:
+            raise ValueError(f"{self.path}: not a threshold file of format {FORMAT}")
+
+    def check(self, results: dict[str, Any]) -> list[CheckedRow]:
+        """Every known row and every new one of ``results``, with its verdict."""
+        current = rows_by_name(results)
+        checked = []
+        for name in [*self.rows, *(n for n in current if n not in self.rows)]:
+            known, row = self.rows.get(name), current.get(name)
+            if row is None:
+                checked.append(CheckedRow(name, RowVerdict.MISSING))
+            elif row.get("status") != "ok":
+                checked.append(CheckedRow(name, RowVerdict.WRONG, note=_message(row)))
+            elif known is None:
+                checked.append(CheckedRow(name, RowVerdict.NEW, current_ms=row["latency_ms"]))
+            else:
+                checked.append(self._checked(name, known, row["latency_ms"]))
+        return checked
+
+    def _checked(self, name: str, known: dict[str, float], now: float) -> CheckedRow:
+        allowed = known.get("allowed", self.default)
+        ratio = now / known["latency_ms"]
+        verdict = RowVerdict.OK
+        if ratio > 1 + allowed:
+            verdict = RowVerdict.SLOWER
+        elif ratio < 1 - allowed:
+            verdict = RowVerdict.FASTER
+        return CheckedRow(name, verdict, known["latency_ms"], now, ratio, f"allowed {allowed:+.0%}")
+
+    def adapt(self, results: dict[str, Any]) -> int:
+        """Take over new rows and stable better times; returns how many rows changed."""
+        changed = 0
+        for name, row in rows_by_name(results).items():
+            if row.get("status") != "ok":
+                continue
+            known = self.rows.get(name)
+            better = known is None or (row["stable"] and row["latency_ms"] < known["latency_ms"])
+            if better:
+                noise = _NOISE_FACTOR * (row.get("relative_std") or 0.0)
+                allowed = max(_MIN_ALLOWED, min(_MAX_ALLOWED, max(noise, self.default)))
+                self.rows[name] = {"latency_ms": row["latency_ms"], "allowed": round(allowed, 4)}
+                changed += 1
+        return changed
+
+    def save(self) -> None:
+        """Write the file in one step."""
+        document = {"format": FORMAT, "default": self.default, "rows": self.rows}
+        _write_json(self.path, document)
+
+
+def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Add a run to the history file and return the last HISTORY_RUNS runs, oldest first.
+
+    Raises:
+        ValueError: the file is not a history; names it.
+    """
+    path = Path(path)
+    runs = _read_json(path).get("runs") if path.exists() else []
+    if not isinstance(runs, list):
+        raise ValueError(f"{path}: not a history file (no list of runs)")
+    environment = results.get("environment", {})
+    latencies = {
+        name: row["latency_ms"]
+        for name, row in rows_by_name(results).items()
+        if row.get("latency_ms") is not None
+    }
+    run = {
+        "timestamp": environment.get("timestamp"),
+        "commit": environment.get("commit"),
+        "latency_ms": latencies,
+    }
+    runs = [*runs, run][-HISTORY_RUNS:]
+    _write_json(path, {"format": FORMAT, "runs": runs})
+    return runs
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable JSON file ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""One way to run any operation on any backend, with input and output checks, and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
+from oss_fused.errors import OssFusedError, TritonKernelError
+from oss_fused.kernels.registry import available_backends, get_kernel, operations
+from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
+
+Problem = RMSNormRoPEInput | GatedMLPInput | FP8GEMMInput
+Implementation = Callable[..., torch.Tensor]
+
+
+class KernelRunner:
+    """Runs operations of one backend.
+
+    Args:
+        backend: "torch" or "triton".
+
+    Raises:
+        BackendUnavailableError: at the first run, if the backend cannot run here.
+    """
+
+    def __init__(self, backend: str) -> None:
+        """Remember the backend; nothing is loaded yet."""
+        self.backend = backend
+
+    def run(self, operation: str, *args: Any) -> Any:
+        """Run ``operation`` and check that its outputs lie on the inputs' device.
+
+        Raises:
+            BackendUnavailableError: no such backend or operation here.
+            TritonKernelError: the kernel failed, or put an output on another device. Errors of
+                errors.py about the arguments pass through.
+        """
+        kernel = get_kernel(self.backend, operation)
+        try:
+            result = kernel(*args)
+        except OssFusedError:
+            raise
+        except Exception as error:
+            raise TritonKernelError(
+                f"operation={operation!r} on backend={self.backend!r} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+        outputs = (result,) if isinstance(result, torch.Tensor) else (result or ())
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor) and output.device != device:
+                raise TritonKernelError(
+                    f"operation={operation!r}: output {index} on {output.device}, expected {device}"
+                )
+        return result
+
+
+def shared_operations() -> list[str]:
+    """Operations that every backend available here implements."""
+    return sorted(set.intersection(*(set(operations(b)) for b in available_backends())))
+
+
+def oracle(problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
+    """The formula of ``problem`` in float64 on the CPU; shares no code with the kernels."""
+    wide = {
+        name: value.detach().cpu().double() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    if isinstance(problem, FP8GEMMInput):
+        return wide["a"] @ wide["b"]
+    x = wide["x"]
+    if isinstance(problem, GatedMLPInput):
+        up = x @ wide["up_weight"].t()
+        if problem.activation == "silu":
+            activated = up / (1 + torch.exp(-up))
+        elif problem.activation == "gelu":
+            activated = 0.5 * up * (1 + torch.erf(up / 2**0.5))
+        else:
+            inner = (2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)
+            activated = 0.5 * up * (1 + torch.tanh(inner))
+        return (x @ wide["gate_weight"].t()) * activated
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + problem.eps) * wide["weight"]
+    y = y.reshape(*x.shape[:2], -1, problem.head_dim)
+    half = problem.head_dim // 2
+    rotated = torch.cat([-y[..., half:], y[..., :half]], dim=-1)
+    cos, sin = wide["cos"][:, None, :], wide["sin"][:, None, :]
+    return (y * cos + rotated * sin).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Outcome over all cases: passed, or the first case that failed and why."""
+
+    passed: bool
+    case: str
+    result: AccuracyResult
+
+
+def verify(
+    implementation: Implementation, problem: Problem, device: str | torch.device = "cpu"
+) -> Verification:
+    """Check an implementation before its time may be reported.
+
+    The cases: random values from two seeds, small and large magnitudes, zeros, a NaN and an Inf.
+    An exception is a failure, not a crash. FP8 products skip the magnitudes that their format
+    cannot hold apart from a scale, which per-row scaling makes exact anyway.
+
+    Args:
+        implementation: takes the keyword arguments of ``problem.make``.
+        problem: sizes and dtype; use a small one, the oracle runs in float64 on the CPU.
+        device: where to run.
+    """
+    verdict = Verification(True, "", AccuracyResult(True, None))
+    for case, arguments in _cases(problem):
+        on_device = {
+            n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()
+        }
+        before = {n: v.clone() for n, v in on_device.items() if isinstance(v, torch.Tensor)}
+        try:
+            actual = implementation(**on_device)
+            result = _judge(actual, problem, oracle(problem, arguments))
+        except Exception as error:
+            result = AccuracyResult(False, None, f"{type(error).__name__}: {error}")
+        changed = [n for n, v in before.items() if not _same(v, on_device[n])]
+        if result.passed and changed:
+            result = replace(result, passed=False, reason=f"input {changed[0]} was overwritten")
+        verdict = Verification(result.passed, case, result)
+        if not result.passed:
+            return verdict
+    return verdict
+
+
+def _judge(actual: torch.Tensor, problem: Problem, expected: torch.Tensor) -> AccuracyResult:
+    fp8 = isinstance(problem, FP8GEMMInput)
+    dtype = problem.out_dtype if isinstance(problem, FP8GEMMInput) else problem.dtype
+    if actual.dtype != dtype:
+        return AccuracyResult(False, None, f"dtype {actual.dtype}, expected {dtype}")
+    tolerance: Tolerance | None = FP8_TOLERANCE if fp8 else None
+    return check_accuracy(actual.cpu(), expected, tolerance)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _cases(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+    key = "a" if isinstance(problem, FP8GEMMInput) else "x"
+    base = problem.make()
+
+    def changed(change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        values = base[key].clone()
+        change(values)
+        return {**base, key: values}
+
+    def poke(value: float) -> Callable[[torch.Tensor], Any]:
+        # the last element: a kernel that stops early or masks wrongly misses it
+        return lambda t: t.reshape(-1)[-1:].fill_(value)
+
+    # small enough for eps to matter in the norm; a product must stay above fp16's subnormals
+    small = 2.0**-10 if isinstance(problem, RMSNormRoPEInput) else 2.0**-4
+    cases = [
+        ("random", base),
+        ("random, another seed", problem.make(seed=1)),
+        ("small", changed(lambda t: t.mul_(small))),
+        ("large", changed(lambda t: t.mul_(16.0))),
+        ("zeros", changed(lambda t: t.zero_())),
+    ]
+    if base[key].numel():
+        cases.append(("NaN", changed(poke(float("nan")))))
+        # an infinity meets weights of both signs: the exact pattern of Inf and NaN is the
+        # summation order's, so only the norm, whose formula fixes it, is checked
+        if isinstance(problem, RMSNormRoPEInput):
+            cases.append(("Inf", changed(poke(float("inf")))))
+    return cases

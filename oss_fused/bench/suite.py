@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: MIT
+"""BenchmarkSuite: the library's functions against PyTorch and the vendor's libraries.
+
+Every implementation is verified before it is timed; one that is wrong, fails or is missing gets a
+row that says so, and no time. Times follow the measuring method of bench/statistics.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from oss_fused.bench.environment import fingerprint
+from oss_fused.bench.measure import time_calls, warm_up
+from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
+from oss_fused.bench.runner import Implementation, Problem, verify
+from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
+from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
+
+FORMAT = 1
+# the oracle runs in float64 on a CPU: the check keeps the problem's kind at this size
+_CHECK_ROWS, _CHECK_WIDTH = 5, 512
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """One implementation on one problem; latency is None where ``status`` is not "ok"."""
+
+    operation: str
+    problem: str
+    implementation: str
+    status: str
+    message: str = ""
+    latency_ms: float | None = None
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    relative_std: float | None = None
+    stable: bool | None = None
+    tflops: float | None = None
+    bandwidth_gbps: float | None = None
+    bandwidth_utilization: float | None = None
+    flops_utilization: float | None = None
+    bottleneck: str | None = None
+    speedup: float | None = None
+    samples_ms: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """``operation/problem/implementation``: what identifies the row across result files."""
+        return f"{self.operation}/{self.problem}/{self.implementation}"
+
+
+class BenchmarkSuite:
+    """Collects rows of several benchmarks and reports them together.
+
+    Args:
+        warmup_runs: calls before each measurement.
+        benchmark_runs: samples of a round, at least 20; noisy rows get more rounds.
+        device: default: the GPU where there is one.
+        dtype: of activations and weights.
+        compile_baseline: also measure ``torch.compile`` of the eager formula.
+        ceilings: roofs; default: measured at the first benchmark.
+
+    Raises:
+        ValueError: a run count.
+    """
+
+    def __init__(
+        self,
+        warmup_runs: int = 10,
+        benchmark_runs: int = 100,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        compile_baseline: bool | None = None,
+        ceilings: Ceilings | None = None,
+    ) -> None:
+        """Keep the settings; nothing is measured yet."""
+        if warmup_runs < 0:
+            raise ValueError(f"warmup_runs={warmup_runs}: expected at least 0")
+        if benchmark_runs < MIN_SAMPLES:
+            raise ValueError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
+        self.warmup_runs = warmup_runs
+        self.benchmark_runs = benchmark_runs
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device if device is not None else default)
+        self.dtype = dtype
+        on_gpu = self.device.type == "cuda"
+        self.compile_baseline = on_gpu if compile_baseline is None else compile_baseline
+        self._ceilings = ceilings
+        self.rows: list[BenchmarkRow] = []
+        self.points: list[RooflinePoint] = []
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The roofs, measured on first use."""
+        if self._ceilings is None:
+            dtypes = (self.dtype, torch.float8_e4m3fn)
+            self._ceilings = measure_ceilings(self.device, dtypes)
+        return self._ceilings
+
+    def benchmark_rmsnorm_rope(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        seq_lens: Sequence[int] = (128, 1024, 8192),
+        hidden_dims: Sequence[int] = (2048, 4096, 8192),
+        head_dim: int = 64,
+    ) -> list[BenchmarkRow]:
+        """``fused_rmsnorm_rope`` against the eager formula and, on a GPU, its torch.compile."""
+        problems = [
+            RMSNormRoPEInput(b, s, h, head_dim, self.dtype)
+            for b, s, h in itertools.product(batch_sizes, seq_lens, hidden_dims)
+        ]
+        return self.benchmark(
+            "rmsnorm_rope",
+            problems,
+            {"pytorch": _eager_rmsnorm_rope, "oss_fused": fused_rmsnorm_rope},
+        )
+
+    def benchmark_gated_mlp(
+        self,
+        batch_sizes: Sequence[int] = (1, 16, 64),
+        seq_lens: Sequence[int] = (1,),
+        hidden_dims: Sequence[int] = (2048, 4096),
+        intermediate_dims: Sequence[int] = (5632, 11264),
+        activations: Sequence[str] = ("silu",),
+    ) -> list[BenchmarkRow]:
+        """``fused_gated_mlp`` against two cuBLAS products and the activation."""
+        sizes = itertools.product(
+            batch_sizes, seq_lens, hidden_dims, intermediate_dims, activations
+        )
+        problems = [GatedMLPInput(*values, dtype=self.dtype) for values in sizes]
+        return self.benchmark(
+            "gated_mlp", problems, {"pytorch": _eager_gated_mlp, "oss_fused": fused_gated_mlp}
+        )
+
+    def benchmark_fp8_gemm(
+        self, sizes: Sequence[tuple[int, int, int]] = ((4096, 4096, 4096),)
+    ) -> list[BenchmarkRow]:
+        """``fp8_gemm`` of floating operands against cuBLAS and, on a GPU, cuBLASLt FP8.
+
+        Args:
+            sizes: (M, N, K). Both FP8 rows quantise both operands inside the timed call; for the
+                products alone see scripts/bench_kernels.py.
+        """
+        problems = [FP8GEMMInput(m, n, k, out_dtype=self.dtype) for m, n, k in sizes]
+        rivals: dict[str, Implementation] = {"pytorch": _eager_product, "oss_fused": fp8_gemm}
+        if self.device.type == "cuda":
+            rivals["cublaslt fp8"] = _cublaslt_product
+        return self.benchmark("fp8_gemm", problems, rivals)
+
+    def benchmark(
+        self,
+        operation: str,
+        problems: Sequence[Problem],
+        implementations: dict[str, Implementation],
+    ) -> list[BenchmarkRow]:
+        """Verify and time each implementation; the first one is what speed-ups refer to.
+
+        Args:
+            operation: label of the rows.
+            problems: what to run on.
+            implementations: name to function of the keyword arguments of ``problem.make``.
+        """
+        implementations = dict(implementations)
+        if self.compile_baseline:
+            first, function = next(iter(implementations.items()))
+            implementations[f"{first} compiled"] = torch.compile(function, dynamic=False)
+        added = []
+        for problem in problems:
+            base: float | None = None
+            for name, function in implementations.items():
+                row = self._row(operation, problem, name, function)
+                if base is None:
+                    base = row.latency_ms
+                if base and row.latency_ms:
+                    row = replace(row, speedup=base / row.latency_ms)
+                added.append(row)
+        self.rows += added
+        return added
+
+    def _row(
+        self, operation: str, problem: Problem, name: str, function: Implementation
+    ) -> BenchmarkRow:
+        row = BenchmarkRow(operation, describe(problem), name, "ok")
+        with torch.inference_mode():
+            verdict = verify(function, _small(problem), self.device)
+            if not verdict.passed:
+                message = f"{verdict.case}: {verdict.result.reason}"
+                return replace(row, status="wrong", message=message)
+            try:
+                samples, timing = self._time(function, problem)
+            except Exception as error:
+                return replace(row, status="failed", message=f"{type(error).__name__}: {error}")
+        fp8 = isinstance(problem, FP8GEMMInput) and name != "pytorch"
+        dtype = "float8_e4m3fn" if fp8 else str(self.dtype).removeprefix("torch.")
+        point = analyse(
+            row.name, timing.p50, problem.flops, problem.num_bytes, dtype, self.ceilings
+        )
+        self.points.append(point)
+        peak = self.ceilings.tflops.get(dtype)
+        return replace(
+            row,
+            latency_ms=timing.p50,
+            p90_ms=timing.p90,
+            p99_ms=timing.p99,
+            relative_std=timing.relative_std,
+            stable=timing.stable,
+            tflops=point.tflops,
+            bandwidth_gbps=point.bandwidth_gbps,
+            bandwidth_utilization=point.bandwidth_gbps / self.ceilings.bandwidth_gbps,
+            flops_utilization=point.tflops / peak if peak else None,
+            bottleneck=point.bottleneck.value,
+            samples_ms=samples,
+        )
+
+    def _time(self, function: Implementation, problem: Problem) -> tuple[list[float], Any]:
+        arguments = problem.make(self.device)
+
+        def call() -> Any:
+            return function(**arguments)
+
+        warm_up(call, self.warmup_runs, self.device)
+        sampler: Callable[[int], list[float]] = lambda n: time_calls(call, n, self.device)  # noqa: E731
+        return collect(sampler, self.benchmark_runs, max_rounds=3)
+
+    def generate_report(self) -> str:
+        """The rows as text for people, grouped by operation."""
+        from oss_fused.bench.suite_report import text_report
+
+        return text_report(self.rows, self.ceilings)
+
+    def results(self) -> dict[str, Any]:
+        """Rows, ceilings and the environment's fingerprint, JSON-ready."""
+        return {
+            "format": FORMAT,
+            "environment": fingerprint(),
+            "ceilings": self.ceilings.to_dict(),
+            "settings": {
+                "warmup_runs": self.warmup_runs,
+                "benchmark_runs": self.benchmark_runs,
+                "device": str(self.device),
+                "dtype": str(self.dtype).removeprefix("torch."),
+            },
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def save_report(self, path: str | Path) -> Path:
+        """Write the report; the suffix decides: .json, .md, .html or .txt.
+
+        Raises:
+            ValueError: another suffix.
+        """
+        from oss_fused.bench.suite_report import html_report, markdown_report
+
+        path = Path(path)
+        writers: dict[str, Callable[[], str]] = {
+            ".json": lambda: json.dumps(self.results(), indent=1) + "\n",
+            ".md": lambda: markdown_report(self.rows, self.ceilings),
+            ".html": lambda: html_report(self.rows, self.ceilings, self.points),
+            ".txt": self.generate_report,
+        }
+        if path.suffix not in writers:
+            raise ValueError(f"path={str(path)!r}: expected a suffix of {', '.join(writers)}")
+        text = writers[path.suffix]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+
+def describe(problem: Problem) -> str:
+    """Short text of a problem's sizes, e.g. ``1x128x2048x64``, with the activation if any."""
+    sizes = "x".join(str(size) for size in problem.shape)
+    return f"{sizes} {problem.activation}" if isinstance(problem, GatedMLPInput) else sizes
+
+
+def _small(problem: Problem) -> Problem:
+    """The same kind of problem at a size whose float64 oracle takes milliseconds."""
+    if isinstance(problem, FP8GEMMInput):
+        return replace(
+            problem,
+            m=min(problem.m, 3 * _CHECK_ROWS),
+            n=min(problem.n, _CHECK_WIDTH),
+            k=min(problem.k, _CHECK_WIDTH),
+        )
+    if isinstance(problem, GatedMLPInput):
+        return replace(
+            problem,
+            batch_size=min(problem.batch_size, 2),
+            seq_len=min(problem.seq_len, _CHECK_ROWS),
+            hidden_dim=min(problem.hidden_dim, _CHECK_WIDTH),
+            intermediate_dim=min(problem.intermediate_dim, _CHECK_WIDTH),
+        )
+    # the norm's kernel depends on the hidden size: keep it
+    return replace(
+        problem,
+        batch_size=min(problem.batch_size, 2),
+        seq_len=min(problem.seq_len, _CHECK_ROWS),
+    )
+
+
+def _eager_rmsnorm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    x32 = x.float()
+    y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
+    y = y.view(*x.shape[:2], -1, cos.shape[-1])
+    left, right = y.chunk(2, dim=-1)
+    cos, sin = cos.float()[:, None, :], sin.float()[:, None, :]
+    out = y * cos + torch.cat([-right, left], dim=-1) * sin
+    return out.view(x.shape).to(x.dtype)
+
+
+def _eager_gated_mlp(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, activation: str
+) -> torch.Tensor:
+    up = F.linear(x, up_weight)
+    if activation == "silu":
+        up = F.silu(up)
+    else:
+        up = F.gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.linear(x, gate_weight) * up
+
+
+def _eager_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def _cublaslt_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    qa, a_scale = quantize_fp8(a, strategy="token")
+    qb, b_scale = quantize_fp8(b.t(), strategy="channel")
+    return torch._scaled_mm(qa, qb.t(), a_scale, b_scale.t(), out_dtype=a.dtype)

@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Fail when a benchmark row got slower, wrong or lost.
+
+Without --results, small problems of the reference path are measured on this machine; with it, a
+result file of BenchmarkSuite is checked. The bars are either a threshold file or an earlier result
+file. Exit codes: 0 all rows hold, 1 a row fails, 2 bad input.
+
+    python scripts/ci_check.py --thresholds docs/results/cpu/thresholds.json --adapt
+    python scripts/ci_check.py --results new.json --baseline old.json --markdown verdict.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from oss_fused.bench.regression import (
+    Thresholds,
+    append_history,
+    compare_results,
+    load_results,
+)
+from oss_fused.bench.regression_report import markdown_table, text_table, trend_plot
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    bars = parser.add_mutually_exclusive_group(required=True)
+    bars.add_argument("--thresholds", type=Path, help="JSON file with the bar of each row")
+    bars.add_argument("--baseline", type=Path, help="earlier result file to compare with")
+    parser.add_argument("--results", type=Path, help="result file to check (default: measure)")
+    parser.add_argument("--adapt", action="store_true", help="write better times back as bars")
+    parser.add_argument("--history", type=Path, help="JSON file that keeps the last 100 runs")
+    parser.add_argument("--plot", type=Path, help="PNG of the trend; needs --history")
+    parser.add_argument("--markdown", type=Path, help="write the table as Markdown")
+    args = parser.parse_args(argv)
+    if args.plot and not args.history:
+        parser.error("--plot: needs --history")
+    if args.adapt and not args.thresholds:
+        parser.error("--adapt: needs --thresholds")
+    return args
+
+
+def measure() -> dict[str, Any]:
+    """Results of small problems on the CPU's reference path."""
+    import torch
+
+    from oss_fused.bench.suite import BenchmarkSuite
+
+    suite = BenchmarkSuite(10, 50, device="cpu", dtype=torch.float32)
+    suite.benchmark_rmsnorm_rope((1,), (64,), (2048,))
+    suite.benchmark_gated_mlp((4,), (1,), (576,), (1536,))
+    suite.benchmark_fp8_gemm([(16, 576, 576)])
+    return suite.results()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the check; returns the exit code."""
+    args = parse(argv)
+    try:
+        results = load_results(args.results) if args.results else measure()
+        if args.thresholds:
+            thresholds = Thresholds(args.thresholds)
+            rows = thresholds.check(results)
+        else:
+            rows = compare_results(load_results(args.baseline), results)
+        runs = append_history(args.history, results) if args.history else []
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text_table(rows), file=sys.stderr, end="")
+    if args.markdown:
+        args.markdown.write_text(markdown_table(rows))
+    if args.plot:
+        args.plot.write_bytes(trend_plot(runs))
+    failed = any(row.verdict.fails for row in rows)
+    if args.adapt and not failed:
+        changed = thresholds.adapt(results)
+        thresholds.save()
+        print(f"{changed} bars written to {args.thresholds}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+"""Regression control: verdicts, adaptive bars, history, and the command's exit codes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench.regression import (
+    HISTORY_RUNS,
+    RowVerdict,
+    Thresholds,
+    append_history,
+    compare_results,
+    load_results,
+)
+from oss_fused.bench.regression_report import markdown_table, text_table, trend_plot
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "ci_check.py"
+spec = importlib.util.spec_from_file_location("ci_check", SCRIPT)
+ci_check = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ci_check)
+
+
+def row(name, ms, **changes):
+    samples = [ms * (1 + 0.001 * (i % 5)) for i in range(30)]
+    return {
+        "operation": name,
+        "problem": "8x8",
+        "implementation": "oss_fused",
+        "status": "ok",
+        "message": "",
+        "latency_ms": ms,
+        "relative_std": 0.01,
+        "stable": True,
+        "samples_ms": samples,
+        **changes,
+    }
+
+
+def results(*rows):
+    return {"format": 1, "environment": {"timestamp": "t", "commit": "c"}, "rows": list(rows)}
+
+
+BASE = results(row("a", 1.0), row("b", 2.0), row("c", 3.0), row("d", 4.0))
+
+
+def test_compare_gives_every_row_a_verdict():
+    now = results(
+        row("a", 1.2), row("b", 1.5), row("c", 3.0), row("e", 1.0), row("d", 4.0, status="wrong")
+    )
+    verdicts = {r.name[0]: r.verdict for r in compare_results(BASE, now)}
+    assert verdicts == {
+        "a": RowVerdict.SLOWER,
+        "b": RowVerdict.FASTER,
+        "c": RowVerdict.OK,
+        "d": RowVerdict.WRONG,
+        "e": RowVerdict.NEW,
+    }
+    lost = compare_results(BASE, results(row("a", 1.0)))
+    assert sum(r.verdict is RowVerdict.MISSING for r in lost) == 3
+
+
+@pytest.fixture
+def thresholds(tmp_path):
+    found = Thresholds(tmp_path / "bars" / "t.json")
+    assert found.adapt(BASE) == 4
+    found.save()
+    return found
+
+
+def test_thresholds_catch_a_slowdown_and_only_that(thresholds):
+    reread = Thresholds(thresholds.path)
+    assert all(r.verdict is RowVerdict.OK for r in reread.check(BASE))
+    slow = copy.deepcopy(BASE)
+    slow["rows"][0]["latency_ms"] = 1.11
+    slow["rows"][1]["latency_ms"] = 2.1
+    verdicts = [r.verdict for r in reread.check(slow)]
+    assert verdicts == [RowVerdict.SLOWER, RowVerdict.OK, RowVerdict.OK, RowVerdict.OK]
+
+
+def test_adapting_lowers_but_never_raises_a_bar(thresholds):
+    now = results(row("a", 0.5), row("b", 9.0), row("c", 2.0, stable=False))
+    assert thresholds.adapt(now) == 1
+    bars = {name[0]: bar["latency_ms"] for name, bar in thresholds.rows.items()}
+    assert bars == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 4.0}
+
+
+def test_a_noisy_row_gets_a_wider_allowance(tmp_path):
+    bars = Thresholds(tmp_path / "t.json")
+    bars.adapt(results(row("a", 1.0, relative_std=0.05), row("b", 1.0, relative_std=3.0)))
+    assert [bar["allowed"] for bar in bars.rows.values()] == [0.2, 0.5]
+
+
+def test_history_keeps_the_last_runs(tmp_path):
+    path = tmp_path / "h.json"
+    for i in range(HISTORY_RUNS + 3):
+        runs = append_history(path, results(row("a", 1.0 + i)))
+    assert len(runs) == HISTORY_RUNS
+    assert runs[0]["latency_ms"]["a/8x8/oss_fused"] == 4.0
+    assert trend_plot(runs).startswith(b"\x89PNG")
+
+
+def test_tables_put_failures_first():
+    rows = compare_results(BASE, results(row("a", 1.0), row("b", 2.0), row("c", 3.9)))
+    lines = text_table(rows).splitlines()
+    assert lines[1].startswith(("SLOWER", "MISSING")) and lines[-1] == "2 of 4 rows fail"
+    assert "+30.0%" in text_table(rows) and "| SLOWER | c/8x8/oss_fused |" in markdown_table(rows)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "rows": [{"operation": "x"}]}'])
+def test_bad_files_are_named(tmp_path, text):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.json"):
+        load_results(path)
+    path.write_text(text or '{"format": 1, "rows": {"a": 3}}')
+    if text != '{"format": 1, "rows": [{"operation": "x"}]}':
+        with pytest.raises(ValueError, match=r"bad\.json"):
+            Thresholds(path)
+
+
+def write(path, document):
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_command_exit_codes(tmp_path, capsys):
+    good = write(tmp_path / "good.json", BASE)
+    slow = write(tmp_path / "slow.json", results(row("a", 2.0), *BASE["rows"][1:]))
+    bars = str(tmp_path / "bars.json")
+    assert ci_check.main(["--thresholds", bars, "--results", good, "--adapt"]) == 0
+    table = str(tmp_path / "t.md")
+    args = ["--thresholds", bars, "--results", slow, "--markdown", table, "--adapt"]
+    before = Path(bars).read_text()
+    assert ci_check.main(args) == 1
+    assert Path(bars).read_text() == before
+    assert "1 of 4 rows fail" in capsys.readouterr().err and "SLOWER" in Path(table).read_text()
+    assert ci_check.main(["--baseline", good, "--results", slow]) == 1
+    assert ci_check.main(["--baseline", good, "--results", good]) == 0
+    assert ci_check.main(["--baseline", good, "--results", str(tmp_path / "none.json")]) == 2
+    history, plot = str(tmp_path / "h.json"), tmp_path / "p.png"
+    args = ["--baseline", good, "--results", good, "--history", history, "--plot", str(plot)]
+    assert ci_check.main(args) == 0 and plot.stat().st_size > 1000
+    with pytest.raises(SystemExit) as caught:
+        ci_check.main(["--baseline", good, "--plot", str(plot)])
+    assert caught.value.code == 2
+
+
+def test_the_measured_path_has_no_wrong_row():
+    measured = ci_check.measure()
+    assert {r["status"] for r in measured["rows"]} == {"ok"} and len(measured["rows"]) == 6

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: MIT
+"""BenchmarkSuite: it rejects broken kernels, times right ones, and its reports say so."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from oss_fused.bench.roofline import Ceilings
+from oss_fused.bench.runner import KernelRunner, shared_operations, verify
+from oss_fused.bench.suite import BenchmarkSuite
+from oss_fused.bench.suite_report import winners
+from oss_fused.errors import BackendUnavailableError, ShapeMismatchError, TritonKernelError
+from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope
+from oss_fused.kernels.registry import get_kernel
+from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
+
+ROPE = RMSNormRoPEInput(2, 5, 64, 16)
+MLP = GatedMLPInput(1, 5, 64, 96)
+GEMM = FP8GEMMInput(15, 48, 64)
+CEILINGS = Ceilings("test", 10.0, {"bfloat16": 0.1, "float32": 0.1})
+
+
+def wrong_eps(x, weight, cos, sin):
+    return fused_rmsnorm_rope(x, weight, cos, sin, eps=1e-5)
+
+
+def rope_interleaved(x, weight, cos, sin):
+    y = fused_rmsnorm_rope(x, weight, torch.ones_like(cos), torch.zeros_like(sin))
+    y = y.float().view(*x.shape[:2], -1, cos.shape[-1])
+    rotated = torch.stack([-y[..., 1::2], y[..., 0::2]], -1).flatten(-2)
+    return (y * cos[:, None] + rotated * sin[:, None]).view(x.shape).to(x.dtype)
+
+
+def negated_sin(x, weight, cos, sin):
+    return fused_rmsnorm_rope(x, weight, cos, -sin)
+
+
+def swallows_nan(x, weight, cos, sin):
+    return fused_rmsnorm_rope(x, weight, cos, sin).nan_to_num()
+
+
+def skips_last_row(x, weight, cos, sin):
+    out = fused_rmsnorm_rope(x, weight, cos, sin)
+    out[:, -1] = 0
+    return out
+
+
+def in_place(x, weight, cos, sin):
+    return x.copy_(fused_rmsnorm_rope(x, weight, cos, sin))
+
+
+def activates_the_gate(x, gate_weight, up_weight, activation):
+    return fused_gated_mlp(x, gate_weight, up_weight, activation, activation_on="gate")
+
+
+def tanh_gelu_for_silu(x, gate_weight, up_weight, activation):
+    return fused_gated_mlp(x, gate_weight, up_weight, "gelu_tanh")
+
+
+def skips_k_tail(a, b):
+    return fp8_gemm(a[:, :-8], b[:-8])
+
+
+def forgets_the_scale(a, b):
+    return (a.to(torch.float8_e4m3fn).float() @ b.to(torch.float8_e4m3fn).float() * 0.9).to(a.dtype)
+
+
+def e5m2_for_e4m3(a, b):
+    return (a.to(torch.float8_e5m2).float() @ b.to(torch.float8_e5m2).float()).to(a.dtype)
+
+
+def wrong_dtype(a, b):
+    return fp8_gemm(a, b, out_dtype=torch.float32)
+
+
+def crashes(a, b):
+    raise RuntimeError("illegal memory access")
+
+
+BROKEN = [
+    (wrong_eps, ROPE),
+    (rope_interleaved, ROPE),
+    (negated_sin, ROPE),
+    (swallows_nan, ROPE),
+    (skips_last_row, ROPE),
+    (in_place, ROPE),
+    (activates_the_gate, MLP),
+    (tanh_gelu_for_silu, MLP),
+    (skips_k_tail, GEMM),
+    (forgets_the_scale, GEMM),
+    (e5m2_for_e4m3, GEMM),
+    (wrong_dtype, GEMM),
+    (crashes, GEMM),
+]
+
+
+@pytest.mark.parametrize(("kernel", "problem"), BROKEN, ids=lambda v: getattr(v, "__name__", ""))
+def test_broken_kernel_gets_no_time(kernel, problem):
+    suite = BenchmarkSuite(1, 20, device="cpu", ceilings=CEILINGS)
+    (row,) = suite.benchmark("op", [problem], {"broken": kernel})
+    assert row.status == "wrong" and row.latency_ms is None and row.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_right_kernels_pass(dtype):
+    for function, problem in (
+        (fused_rmsnorm_rope, RMSNormRoPEInput(2, 5, 64, 16, dtype)),
+        (fused_gated_mlp, GatedMLPInput(1, 5, 64, 96, "silu", dtype)),
+        (fused_gated_mlp, GatedMLPInput(1, 5, 64, 96, "gelu", dtype)),
+        (fp8_gemm, FP8GEMMInput(15, 48, 64, out_dtype=dtype)),
+    ):
+        verdict = verify(function, problem)
+        assert verdict.passed, (problem, verdict)
+
+
+@pytest.fixture(scope="module")
+def suite():
+    suite = BenchmarkSuite(1, 20, device="cpu", dtype=torch.float32, ceilings=CEILINGS)
+    suite.benchmark_rmsnorm_rope((1,), (8,), (64, 128))
+    suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
+    suite.benchmark_fp8_gemm([(8, 64, 64)])
+    suite.benchmark("gated_mlp", [MLP], {"broken <b>": activates_the_gate})
+    return suite
+
+
+def test_rows_are_complete_and_consistent(suite):
+    good = [row for row in suite.rows if row.status == "ok"]
+    assert len(good) == 8 and len(suite.rows) == 9
+    for row in good:
+        assert 0 < row.latency_ms <= row.p90_ms <= row.p99_ms
+        assert row.bandwidth_utilization == pytest.approx(row.bandwidth_gbps / 10.0)
+        assert len(row.samples_ms) >= 20
+    by_name = {row.name: row for row in good}
+    ours = by_name["fp8_gemm/8x64x64/oss_fused"]
+    theirs = by_name["fp8_gemm/8x64x64/pytorch"]
+    assert ours.speedup == pytest.approx(theirs.latency_ms / ours.latency_ms)
+    assert ours.tflops == pytest.approx(2 * 8 * 64 * 64 / ours.latency_ms / 1e9)
+
+
+def test_text_report_names_winner_and_failure(suite):
+    text = suite.generate_report()
+    assert "WRONG" in text and "rmsnorm_rope" in text
+    stars = [line for line in text.splitlines() if " * " in line]
+    assert len(stars) == len(winners(suite.rows)) == 4
+
+
+def test_reports_are_written(suite, tmp_path):
+    raw = json.loads(suite.save_report(tmp_path / "out" / "r.json").read_text())
+    assert len(raw["rows"]) == 9
+    assert {"timestamp", "commit", "versions"} <= raw["environment"].keys()
+    markdown = suite.save_report(tmp_path / "r.md").read_text()
+    assert markdown.count("**") == 8
+    page = suite.save_report(tmp_path / "r.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "broken &lt;b&gt;" in page and "broken <b>" not in page
+    assert suite.save_report(tmp_path / "r.txt").read_text() == suite.generate_report()
+    with pytest.raises(ValueError, match=r"r\.pdf"):
+        suite.save_report(tmp_path / "r.pdf")
+
+
+def test_compiled_baseline_is_one_more_verified_row(monkeypatch):
+    # tracing is what can go wrong here; the C++ compiler would take 20 s
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    suite = BenchmarkSuite(1, 20, device="cpu", ceilings=CEILINGS, compile_baseline=True)
+
+    def double_silu(x, gate_weight, up_weight, activation):
+        return F.linear(x, gate_weight) * F.silu(F.linear(x, up_weight))
+
+    rows = suite.benchmark("gated_mlp", [MLP], {"eager": double_silu})
+    assert [row.implementation for row in rows] == ["eager", "eager compiled"]
+    assert [row.status for row in rows] == ["ok", "ok"]
+
+
+def test_bad_run_counts():
+    with pytest.raises(ValueError, match="benchmark_runs=3"):
+        BenchmarkSuite(benchmark_runs=3)
+    with pytest.raises(ValueError, match="warmup_runs=-1"):
+        BenchmarkSuite(warmup_runs=-1)
+
+
+def test_runner_passes_our_errors_and_wraps_others(monkeypatch):
+    runner = KernelRunner("torch")
+    args = RMSNormRoPEInput(1, 2, 8, 4).make()
+    out = runner.run("rmsnorm_rope", *args.values(), 1e-6)
+    assert torch.equal(out, fused_rmsnorm_rope(**args))
+    with pytest.raises(ShapeMismatchError):
+        runner.run("rmsnorm_rope", args["x"], args["weight"][1:], args["cos"], args["sin"], 1e-6)
+    with pytest.raises(TritonKernelError, match="rmsnorm_rope"):
+        runner.run("rmsnorm_rope", args["x"])
+    with pytest.raises(BackendUnavailableError, match="no_such_op"):
+        runner.run("no_such_op")
+    with pytest.raises(BackendUnavailableError, match="fortran"):
+        KernelRunner("fortran").run("rmsnorm_rope")
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem", "extra"),
+    [
+        ("rmsnorm_rope", RMSNormRoPEInput(1, 3, 48, 12, torch.float32), (1e-6,)),
+        ("gated_mlp", GatedMLPInput(1, 3, 40, 24, dtype=torch.float32), (None, None, "silu", "up")),
+    ],
+)
+def test_backends_agree(operation, problem, extra, device):
+    if operation not in shared_operations():
+        pytest.skip("one backend here")
+    tensors = [v for v in problem.make(device).values() if isinstance(v, torch.Tensor)]
+    expected = get_kernel("torch", operation)(*tensors, *extra)
+    actual = KernelRunner("triton").run(operation, *tensors, *extra)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
