@@ -88,6 +88,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--ignore", nargs="+", metavar="PATTERN", help="linears to leave as they are")
     add(
+        "--override",
+        dest="overrides",
+        action="append",
+        type=parse_override,
+        metavar="SCHEME=PATTERN",
+        help="another scheme, or BF16, for some of the linears; may be repeated, the last wins",
+    )
+    add(
         "--lm-head",
         choices=("auto", "fp8", "bf16"),
         help="auto: FP8 for gpt-oss, else as it is; fp8 unties a tied one (default: auto)",
@@ -148,6 +156,14 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {
         name: getattr(args, name) for name in names if getattr(args, name) is not None
     }
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """An override of the recipe from "SCHEME=PATTERN"."""
+    scheme, separator, pattern = text.partition("=")
+    if not (scheme and separator and pattern):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected SCHEME=PATTERN")
+    return {"scheme": scheme, "targets": [pattern]}
 
 
 def parse_size(text: str) -> int:

@@ -142,8 +142,11 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
         head = "fp8" if gpt_oss_head and "lm_head" in picked else "bf16"
     wanted = set(picked) - {"lm_head"} | ({"lm_head"} if head == "fp8" else set())
     chosen = {name: recipe.weight_scheme if name in wanted else None for name in skeleton.linears}
+    for override in recipe.overrides:
+        matched, _ = schemes.select(override.targets, (), skeleton.linears)
+        chosen |= {name: override.weight_scheme for name in matched if chosen[name] is not None}
     schemes.check_siblings(chosen)
-    if not wanted and skeleton.experts is None:
+    if not any(chosen.values()) and skeleton.experts is None:
         raise SchemeError("targets/ignore: no linear layer is left to quantise")
     return chosen
 

@@ -14,9 +14,32 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
+KEEP = "BF16"  # in an override: leave these linears as they are
+
+
+class Override(BaseModel):
+    """Another scheme for some linears: a preset's name, or "BF16" for none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scheme: str
+    targets: tuple[str, ...] = Field(min_length=1)
+
+    @property
+    def weight_scheme(self) -> QuantizationScheme | None:
+        """The scheme of that name, None for "BF16"."""
+        return None if self.scheme.upper() == KEEP else preset(self.scheme)
+
+    @model_validator(mode="after")
+    def _known_scheme(self) -> Override:
+        _ = self.weight_scheme
+        return self
+
 
 class Recipe(BaseModel):
     """Settings of a run, as read from and written to recipe.yaml.
+
+    ``overrides`` give linears that ``targets`` chose another scheme; the last that matches wins.
 
     ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
     experts as they are; dense models keep lm_head. ``rounding`` of "auto" takes error feedback
@@ -30,6 +53,7 @@ class Recipe(BaseModel):
     scheme: str = "FP8_DYNAMIC"
     targets: tuple[str, ...] = ("Linear",)
     ignore: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     lm_head: Literal["auto", "fp8", "bf16"] = "auto"
     experts: Literal["auto", "mxfp4", "fp8", "bf16"] = "auto"
     kv_cache: Literal["none", "fp8"] = "none"
@@ -41,7 +65,8 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _data_where_needed(self) -> Recipe:
-        if self.dataset is None and self.weight_scheme.needs_data:
+        schemes = [self.weight_scheme, *(override.weight_scheme for override in self.overrides)]
+        if self.dataset is None and any(scheme and scheme.needs_data for scheme in schemes):
             raise ValueError(f"scheme={self.scheme!r} has static input scales: it needs a dataset")
         if self.dataset is None and self.rounding == "feedback":
             raise ValueError("rounding='feedback' weighs errors by inputs: it needs a dataset")

@@ -359,6 +359,25 @@ def test_too_long_samples_are_refused(models: Models, tmp_path: Path, text_file:
         calibrate(models("llama"), tmp_path / "out", **settings)
 
 
+def test_overrides_mix_schemes_in_one_checkpoint(models: Models, tmp_path: Path) -> None:
+    overrides = [
+        {"scheme": "W8A16", "targets": ["re:.*down_proj"]},
+        {"scheme": "BF16", "targets": ["model.layers.0.mlp.down_proj"]},
+    ]
+    summary = calibrate(models("llama"), tmp_path / "out", overrides=overrides)
+    config = config_of(tmp_path / "out")["quantization_config"]
+    assert summary.quantised == 13
+    assert config["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
+    second = config["config_groups"]["group_1"]
+    assert second["targets"] == ["model.layers.1.mlp.down_proj"]
+    assert second["input_activations"] is None
+    kept = tensors(tmp_path / "out")["model.layers.0.mlp.down_proj.weight"]
+    assert kept.dtype is torch.bfloat16
+    with pytest.raises(SchemeError, match="served as one"):
+        split = [{"scheme": "BF16", "targets": ["re:.*v_proj"]}]
+        calibrate(models("llama"), tmp_path / "no", overrides=split)
+
+
 def test_feedback_lowers_the_output_error(models: Models, tmp_path: Path, text_file: Path) -> None:
     settings = {"dataset": str(text_file), "max_seq_length": 64, "scheme": "W8A16"}
     errors = {

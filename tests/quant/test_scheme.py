@@ -95,6 +95,8 @@ def test_recipe_round_trip(tmp_path) -> None:
         ({"scheme": "FP9"}, "FP8_DYNAMIC"),
         ({"scheme": "FP8_STATIC"}, "needs a dataset"),
         ({"kv_cache": "fp8"}, "needs a dataset"),
+        ({"overrides": [{"scheme": "FP7", "targets": ["Linear"]}]}, "FP8_DYNAMIC"),
+        ({"overrides": [{"scheme": "FP8_STATIC", "targets": ["Linear"]}]}, "needs a dataset"),
         ({"rounding": "feedback"}, "needs a dataset"),
         ({"num_samples": 0}, "num_samples=0"),
         ({"colour": "red"}, "colour='red'"),
