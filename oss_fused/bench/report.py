@@ -175,7 +175,10 @@ def _memory(results: Mapping[str, Any]) -> str:
             ]
         )
     header = ["arm", "checkpoint GiB", "weights in memory GiB", "KV cache GiB", "KV cache tokens"]
-    return table([*header, "start-up s"], rows)
+    header.append("start-up s")
+    # vLLM reports no weight memory on a CPU
+    filled = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return table([header[i] for i in filled], [[row[i] for i in filled] for row in rows])
 
 
 def _answers(results: Mapping[str, Any]) -> str:

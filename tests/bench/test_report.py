@@ -104,7 +104,7 @@ def test_report_has_figures_ratios_and_a_warning(results: dict[str, Any]) -> Non
     text = report.markdown(results)
     assert "**1.25x** for 1 x 8:4, **0.50x** for 8 x 8:4" in text
     assert "1.250 (1.000 to 1.500)" in text
-    assert "| a | 1.00 | 1.50 |  | 5,000 | 3, 4 |" in text
+    assert "| a | 1.00 | 1.50 | 5,000 | 3, 4 |" in text
     assert "`A 'x' B`" in text
     assert "`X=1 vllm serve m`" in text
     assert "Other programs were running" in text
