@@ -7,7 +7,7 @@ observe; then quantised, as it will be served, to make the next layer's inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
-from oss_fused.quant.experts import PARTS, read_expert
+from oss_fused.quant.experts import PARTS
 from oss_fused.quant.export import LayerFindings
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import AmaxObserver, CacheObserver, OutputError, watch_inputs
 from oss_fused.quant.plan import Plan
 from oss_fused.quant.rounding import InputMoments, round_with_feedback
-from oss_fused.quant.scheme import QuantizationScheme, siblings
+from oss_fused.quant.runner import LayerRunner, quantise_input
+from oss_fused.quant.scheme import siblings
 
 # samples on which a linear's output is compared with the exact one: a second GEMM each
 _ERROR_SAMPLES = 8
-# masks take the square of a length
-_CACHED_LENGTHS = 16
-
-
-class _Recorder(nn.Module):
-    """Takes a decoder layer's place to learn what arguments the model gives it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arguments: dict[str, Any] = {}
-
-    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.arguments = arguments
-        return hidden
 
 
 class LayerStream:
@@ -67,19 +54,14 @@ class LayerStream:
         """
         self.skeleton, self.plan, self.device, self.state = skeleton, plan, device, state
         self.feedback = feedback
-        self.reader = skeleton.reader
-        self.config = skeleton.config
-        self.inner: Any = skeleton.model.model
-        self._arguments: dict[int, list[dict[str, Any]]] = {}
-        self._lengths = [len(sample) for sample in samples]
+        self.runner = LayerRunner(skeleton, device)
         saved = self._saved_layers()
         self.next_layer = max(saved) if saved else 0
         if saved:
             stored = load_file(self._path(self.next_layer))
             self.hidden = [stored[str(i)] for i in range(len(samples))]
         else:
-            embedding = self.reader.read("model.embed_tokens.weight")
-            self.hidden = [embedding[ids].float().unsqueeze(0) for ids in samples]
+            self.hidden = self.runner.embed(samples)
 
     @torch.no_grad()
     def run(self, index: int) -> LayerFindings:
@@ -88,13 +70,9 @@ class LayerStream:
         Raises:
             NumericalOverflowError: the layer's output has NaN or Inf.
         """
-        layer = self._load_layer(index)
+        layer = self.runner.load(index)
         prefix = f"model.layers.{index}"
-        linears = {
-            f"{prefix}.{name}": module
-            for name, module in layer.named_modules()
-            if isinstance(module, nn.Linear)
-        }
+        linears = self.runner.linears(layer, index)
         cache = CacheObserver(f"{prefix}.self_attn")
         findings = self._observe(layer, index, linears, cache)
         if self.plan.kv_scales:
@@ -103,8 +81,7 @@ class LayerStream:
         self._quantise_experts(layer)
         self._advance(layer, index, cache, errors)
         findings.output_errors = {name: error.value() for name, (error, _) in errors.items()}
-        # weights, hooks and the exact weights they hold go with the layer
-        self.inner.layers[index] = nn.Identity()
+        self.runner.drop(index)
         return findings
 
     @torch.no_grad()
@@ -113,10 +90,7 @@ class LayerStream:
         findings = LayerFindings()
         scheme = self.plan.schemes.get("lm_head")
         if scheme is not None and scheme.needs_data:
-            norm = self.inner.norm
-            weight = self.reader.read("model.norm.weight").float()
-            norm.load_state_dict({"weight": weight}, assign=True)
-            norm.to(self.device)
+            norm = self.runner.final_norm()
             observer = AmaxObserver("lm_head.input_scale")
             for hidden in self.hidden:
                 observer.see(norm(hidden.to(self.device)))
@@ -161,7 +135,7 @@ class LayerStream:
 
         handles = watch_inputs({name: linears[name] for name in {*static, *moments}}, see)
         for i in range(len(self.hidden)):
-            self._forward(layer, index, i, cache)
+            self.runner.forward(layer, index, self.hidden[i], cache)
         for handle in handles:
             handle.remove()
         findings.input_scales = {name: observer.scale() for name, observer in static.items()}
@@ -214,68 +188,15 @@ class LayerStream:
             if i == _ERROR_SAMPLES:
                 for _, handle in errors.values():
                     handle.remove()
-            output = self._forward(layer, index, i, cache)
+            output = self.runner.forward(layer, index, self.hidden[i], cache)
             if not bool(output.isfinite().all()):
                 raise NumericalOverflowError(
                     f"model.layers.{index}: output of calibration sample {i} has NaN or Inf"
                 )
             self.hidden[i] = output.cpu()
 
-    def _forward(self, layer: Any, index: int, sample: int, cache: CacheObserver) -> torch.Tensor:
-        hidden = self.hidden[sample].to(self.device)
-        arguments = dict(self._layer_arguments(self._lengths[sample])[index])
-        arguments["past_key_values"] = cache
-        output = layer(hidden, **arguments)
-        return output[0] if isinstance(output, tuple) else output
-
-    def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
-        """Masks and rotary angles that the model gives each layer for that length."""
-        if length not in self._arguments:
-            if len(self._arguments) >= _CACHED_LENGTHS:
-                self._arguments.clear()
-            inner = self.inner
-            layers, norm = inner.layers, inner.norm
-            recorders = [_Recorder() for _ in range(self.skeleton.layers)]
-            if next(inner.rotary_emb.buffers()).is_meta:
-                inner.rotary_emb = type(inner.rotary_emb)(config=self.config).to(self.device)
-            inner.layers, inner.norm = nn.ModuleList(recorders), nn.Identity()
-            probe = torch.zeros(1, length, self.config.hidden_size, device=self.device)
-            inner(inputs_embeds=probe, use_cache=False)
-            inner.layers, inner.norm = layers, norm
-            self._arguments[length] = [recorder.arguments for recorder in recorders]
-        return self._arguments[length]
-
-    def _load_layer(self, index: int) -> Any:
-        """Fill a fresh copy of the layer from the checkpoint, in float32."""
-        layer = self.inner.layers[index]
-        prefix = f"model.layers.{index}"
-        state: dict[str, torch.Tensor] = {}
-        for name in layer.state_dict():
-            full = f"{prefix}.{name}"
-            if full in self.reader:
-                state[name] = self.reader.read(full).float()
-                continue
-            module, _, part = full.rpartition(".")
-            count = self.config.num_local_experts
-            matrices = [read_expert(self.reader, module, part, e).float().t() for e in range(count)]
-            state[name] = torch.stack(matrices)
-        layer.load_state_dict(state, assign=True)
-        return layer.to(self.device)
-
     def _path(self, layer: int) -> Path:
         return self.state / f"hidden-{layer:05d}.safetensors"
 
     def _saved_layers(self) -> list[int]:
         return [int(path.stem.split("-")[1]) for path in self.state.glob("hidden-*.safetensors")]
-
-
-def quantise_input(
-    module: Any, scheme: QuantizationScheme, input_scale: torch.Tensor | None
-) -> None:
-    """Make ``module`` see its input as the FP8 kernel does; nothing for 16-bit activations."""
-    if scheme.input_activations is None:
-        return
-    strategy = scheme.input_activations.strategy
-    scale = None if input_scale is None else input_scale.to(module.weight.device)
-    exact: Callable[[torch.Tensor], torch.Tensor] = module.forward
-    module.forward = lambda x: exact(fake_quantize(x, strategy, scale))
