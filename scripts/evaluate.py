@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", required=True, type=Path, help="JSON file to write")
     add("--window", type=int, default=512, help="tokens that see each other (default: 512)")
     add("--max-tokens", type=int, default=4096, help="tokens of each text (default: 4096)")
-    add("--top-logprobs", type=int, default=100, help="tokens in the KL sum (default: 100)")
+    add("--top-logprobs", type=int, default=300, help="tokens in the KL sum (default: 300)")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--cache", type=Path, help="folder that keeps log-probabilities between runs")
     add("--summary", type=Path, help="flat JSON to merge the first candidate's worst factor into")

@@ -3,8 +3,8 @@
 
 Perplexity is exp of the mean negative log-likelihood of the text's tokens. The KL divergence of
 baseline P from candidate Q is taken per position over the tokens that are among the likeliest of
-both, with everything else as one further token: a lower bound of the full sum, and close to it,
-since the likeliest tokens hold nearly all of the probability.
+both, with everything else as one further token: a lower bound of the full sum. For SmolLM2-135M in
+FP8 on prose, 100, 300 and 1000 tokens give 83, 91 and 97 % of what 3000 tokens give.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Task:
     texts: Sequence[Path]
     window: int = 512
     max_tokens: int = 4096
-    top: int = 100
+    top: int = 300
 
 
 @dataclass
