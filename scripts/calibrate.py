@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions, Summary
+from oss_fused.quant.pipeline import calibrate
 from oss_fused.quant.plan import Step
 from oss_fused.quant.recipe import Recipe, load_recipe, make_recipe
 from oss_fused.quant.scheme import PRESETS
@@ -44,11 +45,10 @@ def main(argv: list[str] | None = None) -> int:
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
         )
-        run = Run(recipe, options)
         if args.dry_run:
-            describe(run)
+            describe(Run(recipe, options))
             return 0
-        summary = run.execute(show_progress)
+        summary = calibrate(recipe, options, show_progress, tell)
     except OssFusedError as error:
         print(f"calibrate.py: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -122,6 +122,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="text, or JSON lines with 'text' or 'messages' (chat template applied); 'python' "
         "takes this Python's own documentation and sources",
     )
+    add(
+        "--accuracy-target",
+        type=float,
+        metavar="FACTOR",
+        help="perplexity factor to meet, such as 1.01: searches the cheapest mix of FP8, W8A16 and "
+        "bf16 linears, and writes it into the recipe; needs --dataset",
+    )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
     add("--seed", type=int, help="of the choice of samples (default: 0)")
@@ -184,6 +191,11 @@ def show_progress(steps: Iterable[Step]) -> Iterator[Step]:
         if step.layer is not None:
             bar.set_postfix_str(f"layer {step.layer}", refresh=False)
         yield step
+
+
+def tell(line: str) -> None:
+    """Print a line for the user."""
+    print(line, file=sys.stderr)
 
 
 def describe(run: Run) -> None:

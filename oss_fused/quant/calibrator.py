@@ -23,6 +23,8 @@ from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.streaming import LayerStream
 
 Progress = Callable[[Iterable[Step]], Iterable[Step]]
+# samples on which --accuracy-target compares mixes of precisions
+HELD_OUT = 8
 _NOWHERE = -1  # before the first step
 
 
@@ -81,8 +83,18 @@ class Summary:
 class Run:
     """A run made ready."""
 
-    def __init__(self, recipe: Recipe, options: RunOptions) -> None:
-        """Check the inputs and make the plan; nothing is written yet."""
+    def __init__(
+        self, recipe: Recipe, options: RunOptions, base: CheckpointReader | None = None
+    ) -> None:
+        """Check the inputs and make the plan; nothing is written yet.
+
+        Args:
+            recipe: what to make.
+            options: where and how.
+            base: an output of the same recipe without overrides, whose quantised tensors are
+                taken as they are.
+        """
+        self.base = base
         self.recipe = recipe
         self.options = options
         self.device = pick_device(options.device)
@@ -90,12 +102,23 @@ class Run:
         check_output(options)
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: Plan = make_plan(self.skeleton, recipe)
-        self.samples = self._load_samples()
+        self.held_out: list[torch.Tensor] = []
+        self.samples = self._load_samples() if base is None else []
 
     @property
     def output_bytes(self) -> int:
         """Bytes of the output's tensors."""
         return sum(spec.nbytes for spec in self.plan.specs)
+
+    def identity(self) -> str:
+        """Hash of all that decides the output: a run can resume another of the same identity."""
+        dataset = self.recipe.dataset
+        return self.recipe.digest(
+            self.reader.identity(),
+            self.base is not None,
+            self.options.max_shard_bytes,
+            dataset and file_digest(dataset),
+        )
 
     def execute(self, progress: Progress = iter) -> Summary:
         """Write the output.
@@ -106,13 +129,13 @@ class Run:
                 as it does when the run is interrupted.
         """
         start = time.monotonic()
-        options, plan = self.options, self.plan
-        dataset = self.recipe.dataset
-        identity = self.recipe.digest(
-            self.reader.identity(), options.max_shard_bytes, dataset and file_digest(dataset)
-        )
+        options = self.options
         writer = CheckpointWriter(
-            options.output, plan.specs, options.max_shard_bytes, identity, options.resume
+            options.output,
+            self.plan.specs,
+            options.max_shard_bytes,
+            self.identity(),
+            options.resume,
         )
         try:
             self._write_tensors(writer, progress)
@@ -129,7 +152,7 @@ class Run:
 
     def _write_tensors(self, writer: CheckpointWriter, progress: Progress) -> None:
         plan = self.plan
-        exporter = Exporter(plan, self.reader, writer, self.device)
+        exporter = Exporter(plan, self.reader, writer, self.device, self.base)
         stream = None
         if self.samples:
             stream = LayerStream(
@@ -180,16 +203,27 @@ class Run:
             )
         file_digest(recipe.dataset)  # a wrong path is the likelier mistake: say it first
         tokenizer = load_tokenizer(self.reader.folder)
+        held_out = HELD_OUT if recipe.accuracy_target is not None else 0
+        wanted = recipe.num_samples + held_out
         samples = load_samples(
-            recipe.dataset, tokenizer, recipe.num_samples, recipe.max_seq_length, recipe.seed
+            recipe.dataset, tokenizer, wanted, recipe.max_seq_length, recipe.seed
         )
+        if len(samples) <= held_out:
+            raise DatasetError(
+                f"--dataset={recipe.dataset!r}: has {len(samples)} samples; --accuracy-target "
+                f"holds {held_out} out of calibration and needs more"
+            )
         largest = max(int(sample.max()) for sample in samples)
         if largest >= self.skeleton.config.vocab_size:
             raise DatasetError(
                 f"--dataset={recipe.dataset!r}: the tokenizer gives id {largest}, the model has "
                 f"{self.skeleton.config.vocab_size}; is the tokenizer of another model?"
             )
-        return samples
+        # every n-th, so that they come from the whole file
+        step = len(samples) // held_out if held_out else 0
+        chosen = set(range(step - 1, step * held_out, step)) if held_out else set()
+        self.held_out = [sample for i, sample in enumerate(samples) if i in chosen]
+        return [sample for i, sample in enumerate(samples) if i not in chosen]
 
     def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
         copy_assets(self.reader.folder, writer.partial)

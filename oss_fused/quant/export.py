@@ -37,9 +37,15 @@ class Exporter:
     """Runs steps of ``plan`` from ``reader`` to ``writer`` on ``device``."""
 
     def __init__(
-        self, plan: Plan, reader: CheckpointReader, writer: CheckpointWriter, device: torch.device
+        self,
+        plan: Plan,
+        reader: CheckpointReader,
+        writer: CheckpointWriter,
+        device: torch.device,
+        base: CheckpointReader | None = None,
     ) -> None:
-        """Take the parts; ``run`` does the work."""
+        """Take the parts; with ``base``, quantised tensors come from that checkpoint."""
+        self.base = base
         self.plan = plan
         self.reader = reader
         self.writer = writer
@@ -69,7 +75,10 @@ class Exporter:
 
     def _linear(self, step: Step, findings: LayerFindings) -> dict[str, Any]:
         weight = self.source_weight(step.name)
-        q, scale = findings.weights.get(step.name) or quantize(weight, "channel")
+        if self.base is not None:
+            q, scale = (self.base.read(spec.name).to(self.device) for spec in step.specs[:2])
+        else:
+            q, scale = findings.weights.get(step.name) or quantize(weight, "channel")
         self.writer.write(f"{step.name}.weight", q)
         self.writer.write(f"{step.name}.weight_scale", scale)
         if len(step.specs) > 2:
@@ -88,6 +97,10 @@ class Exporter:
             self.writer.write(name, tensor)
 
     def _kv(self, step: Step, findings: LayerFindings) -> None:
+        if self.base is not None:
+            for spec in step.specs:
+                self.writer.write(spec.name, self.base.read(spec.name))
+            return
         module = step.name.removesuffix(".kv")
         for spec, scale in zip(step.specs, _found(findings.kv_scales, module, "k_scale")):
             self.writer.write(spec.name, scale)

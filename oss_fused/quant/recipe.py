@@ -43,7 +43,8 @@ class Recipe(BaseModel):
 
     ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
     experts as they are; dense models keep lm_head. ``rounding`` of "auto" takes error feedback
-    where there is a dataset.
+    where there is a dataset. ``accuracy_target`` is the perplexity factor, estimated as
+    exp(mean KL), that a search for overrides must meet; the recipe it writes holds what it found.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +59,7 @@ class Recipe(BaseModel):
     experts: Literal["auto", "mxfp4", "fp8", "bf16"] = "auto"
     kv_cache: Literal["none", "fp8"] = "none"
     rounding: Literal["auto", "nearest", "feedback"] = "auto"
+    accuracy_target: float | None = Field(default=None, gt=1)
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
@@ -70,6 +72,13 @@ class Recipe(BaseModel):
             raise ValueError(f"scheme={self.scheme!r} has static input scales: it needs a dataset")
         if self.dataset is None and self.rounding == "feedback":
             raise ValueError("rounding='feedback' weighs errors by inputs: it needs a dataset")
+        if self.accuracy_target is not None and self.dataset is None:
+            raise ValueError(f"accuracy_target={self.accuracy_target}: needs a dataset")
+        if self.accuracy_target is not None and any(s and s.needs_data for s in schemes):
+            raise ValueError(
+                f"accuracy_target={self.accuracy_target}: expected a scheme with dynamic input "
+                f"scales, such as FP8_DYNAMIC"
+            )
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
         return self

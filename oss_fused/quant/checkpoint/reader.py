@@ -17,19 +17,25 @@ SINGLE = "model.safetensors"
 _CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
+_FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 
 
 class CheckpointReader:
     """The tensors of a folder with ``model.safetensors`` or shards and their index."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, quantised: bool = False) -> None:
         """Open the shards and read their headers.
+
+        Args:
+            folder: the checkpoint.
+            quantised: FP8 tensors are welcome.
 
         Raises:
             CheckpointError: the folder, its config, index or a shard is missing or damaged; names
                 file and tensor.
         """
         self.folder = Path(folder)
+        self._known = {**_KNOWN_DTYPES, **(_FP8_DTYPES if quantised else {})}
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"MODEL={str(folder)!r}: no such folder; expected a local Hugging Face checkpoint "
@@ -59,12 +65,12 @@ class CheckpointReader:
         """Dtype of a tensor, from the shard's header."""
         path = self._file_of(name)
         code = self._dtypes[name]
-        if code not in _KNOWN_DTYPES:
+        if code not in self._known:
             raise CheckpointError(
                 f"{path}: tensor {name!r} is {code}: expected "
-                f"{', '.join(_KNOWN_DTYPES)}; is the checkpoint quantised already?"
+                f"{', '.join(self._known)}; is the checkpoint quantised already?"
             )
-        return _KNOWN_DTYPES[code]
+        return self._known[code]
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Read a tensor, or its ``index``-th slice along the first dimension.
@@ -79,7 +85,7 @@ class CheckpointReader:
             tensor = handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from None
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
             flat = tensor.reshape(-1)
             if not all(part.isfinite().all() for part in flat.split(_CHUNK)):
                 raise CheckpointError(

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+"""Calibration with an accuracy target: everything in FP8 first, then the mix that meets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oss_fused.errors import OssFusedError
+from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.policy import Outcome, PolicySearch
+from oss_fused.quant.recipe import Recipe
+
+
+class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
+    """Codes and scale of the quantised linears of a checkpoint, read when asked for."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        """Look into ``reader``, opened for quantised tensors."""
+        self._reader = reader
+        suffix = ".weight_scale"
+        self._names = [n.removesuffix(suffix) for n in reader.names() if n.endswith(suffix)]
+
+    def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [N, K] and scale [N, 1] of a linear."""
+        return self._reader.read(f"{name}.weight"), self._reader.read(f"{name}.weight_scale")
+
+    def __iter__(self) -> Iterator[str]:
+        """The linears' names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Number of linears."""
+        return len(self._names)
+
+
+def calibrate(
+    recipe: Recipe,
+    options: RunOptions,
+    progress: Progress = iter,
+    say: Callable[[str], None] = lambda _: None,
+) -> Summary:
+    """Run a recipe, with the search that ``accuracy_target`` asks for.
+
+    Args:
+        recipe: what to make.
+        options: where and how.
+        progress: wraps the steps of each run.
+        say: is told what the search found.
+
+    Raises:
+        OssFusedError: bad input, or the target is not met; nothing is left.
+        OSError: the disk is full or cannot be written.
+    """
+    run = Run(recipe, options)
+    if recipe.accuracy_target is None:
+        return run.execute(progress)
+    base = options.output.with_name(f"{options.output.name}.all-fp8-{run.identity()}")
+    errors: dict[str, dict[str, Any]] = {}
+    if not (options.resume and base.is_dir()):
+        errors = _make_base(run, recipe, options, base, progress)
+    reader = CheckpointReader(base, quantised=True)
+    search = PolicySearch(
+        run.reader, StoredWeights(reader), run.plan.schemes, run.held_out, run.device
+    )
+    try:
+        outcome = search.search(recipe.accuracy_target)
+        say(describe(outcome))
+        overrides = (*recipe.overrides, *outcome.overrides)
+        found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
+        summary = Run(found, options, reader).execute(progress)
+    except OssFusedError:
+        shutil.rmtree(base)
+        raise
+    shutil.rmtree(base)
+    merged = {name: {**errors.get(name, {}), **facts} for name, facts in summary.errors.items()}
+    return dataclasses.replace(summary, errors=merged)
+
+
+def describe(outcome: Outcome) -> str:
+    """One line about a mix."""
+    return (
+        f"policy: {outcome.inputs_share:.0%} of the linears' weights with 16-bit inputs, "
+        f"{outcome.weights_share:.0%} in bf16: estimated perplexity factor {outcome.factor:.4f}"
+    )
+
+
+def _make_base(
+    run: Run, recipe: Recipe, options: RunOptions, base: Path, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """The checkpoint with every chosen linear in FP8; returns the errors of its layers."""
+    base_options = dataclasses.replace(options, output=base, overwrite=True)
+    plain = recipe.model_copy(update={"accuracy_target": None})
+    base_run = Run(plain, base_options)
+    base_run.samples = run.samples
+    return base_run.execute(progress).errors

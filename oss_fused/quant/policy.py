@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: MIT
+"""Finds the cheapest mix of FP8, W8A16 and bf16 linears that meets an accuracy target.
+
+First each group of fused linears is quantised alone, and the harm to its layer's output is
+measured; groups are ranked by harm avoided per cost. Then nested mixes along that ranking run
+through the whole model side by side with the exact one, a layer at a time, and are compared by
+the mean KL divergence of their next-token distributions on samples calibration has not seen:
+``exp(KL)`` estimates the perplexity factor with far less noise than perplexity itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oss_fused.errors import SchemeError
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.formats import dequantize, fake_quantize
+from oss_fused.quant.models import ModelSkeleton
+from oss_fused.quant.recipe import KEEP, Override
+from oss_fused.quant.runner import LayerRunner
+from oss_fused.quant.scheme import W8A16, QuantizationScheme, siblings
+
+# shares of the quantised linears' weights: with 16-bit inputs, and of those unquantised
+LEVELS = (
+    (0.0, 0.0), (0.05, 0.0), (0.1, 0.0), (0.15, 0.0), (0.2, 0.0), (0.25, 0.0),
+    (0.25, 0.05), (0.25, 0.1), (0.25, 0.15),
+)  # fmt: skip
+# samples for the ranking, of those held out: two layers' worth of forwards each
+_RANKING_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Harm:
+    """What quantising one group of fused linears does to its layer's output, squared and relative.
+
+    Attributes:
+        names: the linears.
+        size: their weights' elements.
+        inputs: harm of rounding the input.
+        weights: harm of rounding the weights.
+    """
+
+    names: tuple[str, ...]
+    size: int
+    inputs: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One mix of precisions and what it costs and measures.
+
+    Attributes:
+        inputs_share: share of the linears' weights whose inputs stay in 16 bits.
+        weights_share: share of the linears' weights that stay in bf16.
+        factor: exp of the mean KL divergence from the exact model.
+        overrides: the mix, for a recipe.
+    """
+
+    inputs_share: float
+    weights_share: float
+    factor: float
+    overrides: tuple[Override, ...]
+
+
+class PolicySearch:
+    """Search over mixes for a model whose linears are quantised in ``quantised``."""
+
+    def __init__(
+        self,
+        source: CheckpointReader,
+        quantised: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        schemes: Mapping[str, QuantizationScheme | None],
+        samples: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            source: the exact checkpoint.
+            quantised: linear -> codes [N, K] and scale [N, 1].
+            schemes: every linear -> its scheme; dynamic or 16-bit inputs.
+            samples: held-out token ids, each [T].
+            device: of the arithmetic.
+        """
+        self.source, self.quantised, self.samples = source, quantised, samples
+        self.schemes = {
+            name: s for name, s in schemes.items() if s is not None and name in quantised
+        }
+        self.device = device
+        self.total = sum(codes.numel() for codes, _ in quantised.values())
+
+    @torch.no_grad()
+    def rank(self) -> list[Harm]:
+        """The harm of every group, in model order."""
+        runner = LayerRunner(ModelSkeleton(self.source), self.device)
+        hidden = runner.embed(self.samples[:_RANKING_SAMPLES])
+        harms: list[Harm] = []
+        for index in range(runner.skeleton.layers):
+            layer = runner.load(index)
+            linears = runner.linears(layer, index)
+            exact = [runner.forward(layer, index, x) for x in hidden]
+            groups = {tuple(siblings(n, self.schemes)) for n in linears if n in self.schemes}
+            for names in sorted(groups):
+                kinds = []
+                for inputs, weights in ((True, False), (False, True)):
+                    restore = [self._apply(linears[n], n, inputs, weights) for n in names]
+                    outputs = [runner.forward(layer, index, x) for x in hidden]
+                    for undo in restore:
+                        undo()
+                    kinds.append(_relative(exact, outputs))
+                size = sum(linears[name].weight.numel() for name in names)
+                harms.append(Harm(names, size, *kinds))
+            hidden = exact
+            runner.drop(index)
+        return harms
+
+    @torch.no_grad()
+    def measure(self, mixes: Sequence[Mapping[str, str]]) -> list[float]:
+        """exp(mean KL) of mixes (linear -> "fp8", "w8a16" or "bf16"), one pass for all."""
+        runner = LayerRunner(ModelSkeleton(self.source), self.device)
+        start = runner.embed(self.samples)
+        states = [list(start) for _ in range(len(mixes) + 1)]
+        for index in range(runner.skeleton.layers):
+            layer = runner.load(index)
+            linears = runner.linears(layer, index)
+            for mix, hidden in zip([None, *mixes], states):
+                restore = []
+                for name, module in linears.items():
+                    kind = "bf16" if mix is None else mix.get(name, "bf16")
+                    restore.append(self._apply(module, name, kind == "fp8", kind != "bf16"))
+                hidden[:] = [runner.forward(layer, index, x).cpu() for x in hidden]
+                for undo in restore:
+                    undo()
+            runner.drop(index)
+        return self._compare(runner, states)
+
+    def search(self, target: float) -> Outcome:
+        """The cheapest mix with a factor of at most ``target``.
+
+        Raises:
+            SchemeError: no mix meets it; says what the best one reaches.
+        """
+        outcomes = self.outcomes()
+        for outcome in outcomes:
+            if outcome.factor <= target:
+                return outcome
+        best = min(outcomes, key=lambda outcome: outcome.factor)
+        raise SchemeError(
+            f"--accuracy-target={target}: not met; the best mix, {best.inputs_share:.0%} of the "
+            f"linears with 16-bit inputs and {best.weights_share:.0%} in bf16, measures "
+            f"{best.factor:.4f}"
+        )
+
+    def outcomes(self) -> list[Outcome]:
+        """Every level's mix with what it measures, cheapest first."""
+        harms = self.rank()
+        mixes = [self._mix(harms, *level) for level in LEVELS]
+        factors = self.measure(mixes)
+        return [self._outcome(mix, factor) for mix, factor in zip(mixes, factors)]
+
+    def _mix(self, harms: Sequence[Harm], inputs: float, weights: float) -> dict[str, str]:
+        mix = {name: "w8a16" if s == W8A16 else "fp8" for name, s in self.schemes.items()}
+        ranked = sorted(harms, key=lambda harm: -harm.inputs / harm.size)
+        raised = _within(ranked, inputs * self.total)
+        mix |= {name: "w8a16" for harm in raised for name in harm.names}
+        ranked = sorted(raised, key=lambda harm: -harm.weights / harm.size)
+        kept = _within(ranked, weights * self.total)
+        return mix | {name: "bf16" for harm in kept for name in harm.names}
+
+    def _outcome(self, mix: Mapping[str, str], factor: float) -> Outcome:
+        by_kind: dict[str, list[str]] = {"w8a16": [], "bf16": []}
+        for name, kind in mix.items():
+            if kind != "fp8":
+                by_kind[kind].append(name)
+        size = {
+            kind: sum(self.quantised[name][0].numel() for name in names) / self.total
+            for kind, names in by_kind.items()
+        }
+        overrides = tuple(
+            Override(scheme={"w8a16": "W8A16", "bf16": KEEP}[kind], targets=tuple(names))
+            for kind, names in by_kind.items()
+            if names
+        )
+        return Outcome(size["w8a16"] + size["bf16"], size["bf16"], factor, overrides)
+
+    def _apply(self, module: Any, name: str, inputs: bool, weights: bool) -> Any:
+        """Quantise a linear's input or weight; returns what undoes it."""
+        exact_weight, exact_forward = module.weight.data, module.forward
+        if name in self.schemes:
+            if weights:
+                codes, scale = self.quantised[name]
+                module.weight.data = dequantize(codes, scale).to(self.device)
+            if inputs and self.schemes[name].input_activations is not None:
+                module.forward = lambda x: exact_forward(fake_quantize(x))
+
+        def undo() -> None:
+            module.weight.data = exact_weight
+            module.__dict__.pop("forward", None)
+
+        return undo
+
+    def _compare(
+        self, runner: LayerRunner, states: Sequence[Sequence[torch.Tensor]]
+    ) -> list[float]:
+        norm, head = runner.final_norm(), runner.head_weight()
+        divergence = [0.0] * (len(states) - 1)
+        tokens = sum(len(sample) for sample in self.samples)
+        for sample in range(len(self.samples)):
+            logs = (norm(s[sample].to(self.device))[0] @ head.t() for s in states)
+            exact = next(logs).log_softmax(-1)
+            for i, other in enumerate(logs):
+                difference = exact - other.log_softmax(-1)
+                divergence[i] += float((exact.exp() * difference).sum()) / tokens
+        return [math.exp(value) for value in divergence]
+
+
+def _relative(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    difference = sum(float((a - b).square().sum()) for a, b in zip(exact, other))
+    return difference / max(sum(float(a.square().sum()) for a in exact), 1e-30)
+
+
+def _within(ranked: Sequence[Harm], budget: float) -> list[Harm]:
+    """Groups in order as long as they fit the budget of elements."""
+    taken, used = [], 0
+    for harm in ranked:
+        if used + harm.size <= budget:
+            taken.append(harm)
+            used += harm.size
+    return taken

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from oss_fused.errors import DatasetError, SchemeError
+from oss_fused.quant import policy
+from oss_fused.quant.calibrator import RunOptions
+from oss_fused.quant.checkpoint import CheckpointReader
+from oss_fused.quant.formats import quantize
+from oss_fused.quant.models import ModelSkeleton
+from oss_fused.quant.pipeline import calibrate
+from oss_fused.quant.policy import Harm, PolicySearch
+from oss_fused.quant.recipe import make_recipe
+from oss_fused.quant.scheme import FP8_DYNAMIC
+
+Models = Callable[[str], Path]
+
+
+def search_of(folder: Path) -> PolicySearch:
+    reader = CheckpointReader(folder)
+    linears = [name for name in ModelSkeleton(reader).linears if name != "lm_head"]
+    quantised = {name: quantize(reader.read(f"{name}.weight"), "channel") for name in linears}
+    torch.manual_seed(0)
+    samples = [torch.randint(0, 256, (24,)) for _ in range(3)]
+    schemes = dict.fromkeys(linears, FP8_DYNAMIC) | {"lm_head": None}
+    return PolicySearch(reader, quantised, schemes, samples, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "gpt-oss-mxfp4"])
+def test_measures_grow_with_what_is_quantised(models: Models, kind: str) -> None:
+    search = search_of(models(kind))
+    names = list(search.quantised)
+    mixes = [dict.fromkeys(names, precision) for precision in ("bf16", "w8a16", "fp8")]
+    exact, weights, both = search.measure(mixes)
+    assert exact == pytest.approx(1.0, abs=1e-5)
+    assert 1 < weights < 1.5 and 1 < both < 1.5
+    if "oss" not in kind:  # a changed choice of experts outweighs the rounding
+        assert weights < both
+    alone = {**mixes[0], names[0]: "fp8"}
+    assert 1 < search.measure([alone])[0] < max(weights, both)
+
+
+def test_every_group_is_ranked_once_with_positive_harm(models: Models) -> None:
+    search = search_of(models("llama"))
+    harms = search.rank()
+    assert sorted(name for harm in harms for name in harm.names) == sorted(search.quantised)
+    assert all(harm.inputs > 0 and harm.weights > 0 for harm in harms)
+    assert len(harms) == 8  # qkv, o, gate and up, down in each of two layers
+    assert sum(harm.size for harm in harms) == search.total
+
+
+def test_budgets_are_kept_and_bf16_is_taken_from_16_bit_inputs(models: Models) -> None:
+    outcomes = search_of(models("llama")).outcomes()
+    assert outcomes[0].overrides == () and outcomes[0].inputs_share == 0
+    for outcome, (inputs, weights) in zip(outcomes, policy.LEVELS):
+        assert outcome.inputs_share <= inputs and outcome.weights_share <= weights
+        targets = [target for override in outcome.overrides for target in override.targets]
+        assert len(targets) == len(set(targets))
+    assert outcomes[5].inputs_share > 0.15
+    assert outcomes[5].factor < outcomes[0].factor
+
+
+def test_ranking_prefers_harm_per_cost(models: Models) -> None:
+    search = search_of(models("llama"))
+    size = search.total // 5
+    harms = [
+        Harm(("a",), size, 1.0, 1.0),
+        Harm(("b",), size // 4, 0.5, 0.1),
+        Harm(("c",), size, 0.9, 0.2),
+    ]
+    mix = search._mix(harms, 0.26, 0.06)
+    assert (mix["a"], mix["b"]) == ("w8a16", "bf16") and "c" not in mix
+
+
+def settings_of(text_file: Path, target: float) -> dict:
+    return {
+        "dataset": str(text_file), "max_seq_length": 32, "num_samples": 12,
+        "accuracy_target": target,
+    }  # fmt: skip
+
+
+def test_a_target_is_met_and_the_mix_is_in_the_recipe(
+    models: Models, tmp_path: Path, text_file: Path
+) -> None:
+    said: list[str] = []
+    options = RunOptions(models("llama"), tmp_path / "out")
+    easy = calibrate(make_recipe(settings_of(text_file, 2.0)), options, say=said.append)
+    assert easy.quantised == 14 and "0% of the linears" in said[0]
+    assert any("output_error" in facts for facts in easy.errors.values())
+    recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert recipe["overrides"] == [] and recipe["accuracy_target"] is None
+    start = float(said[0].rsplit(" ", 1)[1])
+    options = RunOptions(models("llama"), tmp_path / "better")
+    target = 1 + (start - 1) * 0.93
+    calibrate(make_recipe(settings_of(text_file, target)), options, say=said.append)
+    assert float(said[1].rsplit(" ", 1)[1]) <= target
+    recipe = yaml.safe_load((tmp_path / "better" / "recipe.yaml").read_text())
+    assert recipe["overrides"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["better", "out"]
+    # the written recipe needs no search
+    settings = {**recipe, "dataset": str(text_file)}
+    again = RunOptions(models("llama"), tmp_path / "again")
+    calibrate(make_recipe(settings), again)
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("better", "again")]
+    assert configs[0] == configs[1]
+
+
+def test_an_interrupted_search_resumes_to_the_same_result(
+    models: Models, tmp_path: Path, text_file: Path, monkeypatch
+) -> None:
+    recipe = make_recipe(settings_of(text_file, 1.5))
+    whole = RunOptions(models("qwen3"), tmp_path / "a" / "out")
+    calibrate(recipe, whole)
+    cut = RunOptions(models("qwen3"), tmp_path / "b" / "out", resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicySearch, "rank", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(recipe, cut)
+    calibrate(recipe, cut)
+    for path in (tmp_path / "a" / "out").iterdir():
+        assert path.read_bytes() == (cut.output / path.name).read_bytes()
+    assert list(cut.output.parent.iterdir()) == [cut.output]
+
+
+def test_a_target_out_of_reach_leaves_nothing_and_says_how_near(
+    models: Models, tmp_path: Path, text_file: Path
+) -> None:
+    options = RunOptions(models("llama"), tmp_path / "out")
+    with pytest.raises(SchemeError, match=r"--accuracy-target=1\.0000001: not met; the best mix"):
+        calibrate(make_recipe(settings_of(text_file, 1.0000001)), options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small_a_dataset_is_refused(models: Models, tmp_path: Path, text_file: Path) -> None:
+    settings = {**settings_of(text_file, 1.1), "max_seq_length": 128}
+    with pytest.raises(DatasetError, match="holds 8 out of calibration and needs more"):
+        calibrate(make_recipe(settings), RunOptions(models("llama"), tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accuracy_target": 1.01}, "needs a dataset"),
+        ({"accuracy_target": 0.9, "dataset": "x"}, "accuracy_target=0.9"),
+        ({"accuracy_target": 1.1, "dataset": "x", "scheme": "FP8_STATIC"}, "dynamic input scales"),
+    ],
+)
+def test_contradictory_settings_are_refused(settings, message) -> None:
+    with pytest.raises(SchemeError, match=message):
+        make_recipe(settings)
