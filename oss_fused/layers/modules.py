@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: MIT
+"""The library's functions as ``torch.nn`` modules."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from oss_fused import autograd, functional
+from oss_fused.errors import ShapeMismatchError
+
+FP8 = torch.float8_e4m3fn
+
+
+class FusedRMSNormRoPE(nn.Module):
+    """RMSNorm over ``hidden_dim`` and rotary embedding per head, in one launch.
+
+    Args:
+        hidden_dim: size of the last dimension of x.
+        head_dim: even divisor of hidden_dim.
+        eps: added to the mean square.
+
+    Shapes: x [B, S, hidden_dim], cos and sin [S, head_dim] -> [B, S, hidden_dim].
+
+    Raises:
+        ShapeMismatchError: head_dim is odd or no divisor of hidden_dim.
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        head_dim: int,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the weight, all ones."""
+        super().__init__()
+        if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
+            raise ShapeMismatchError(
+                f"head_dim={head_dim}: expected an even divisor of hidden_dim={hidden_dim}"
+            )
+        self.hidden_dim, self.head_dim, self.eps = hidden_dim, head_dim, eps
+        self.weight = nn.Parameter(torch.ones(hidden_dim, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Normalise and rotate; see ``oss_fused.fused_rmsnorm_rope``."""
+        return functional.fused_rmsnorm_rope(x, self.weight, cos, sin, self.eps)
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        return f"hidden_dim={self.hidden_dim}, head_dim={self.head_dim}, eps={self.eps}"
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm over the last dimension by the same kernel, with a rotation by nothing.
+
+    Rounded once at the end, as gpt-oss does; Llama's own module rounds before the weight too.
+
+    Args:
+        weight: [hidden_dim], hidden_dim even; shared, not copied.
+        eps: added to the mean square.
+    """
+
+    _cos: torch.Tensor
+    _sin: torch.Tensor
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        """Share ``weight``."""
+        super().__init__()
+        if weight.dim() != 1 or weight.shape[0] % 2:
+            raise ShapeMismatchError(f"weight.shape={tuple(weight.shape)}: expected an even [H]")
+        self.weight, self.eps = weight, eps
+        one = torch.ones(1, weight.shape[0], device=weight.device)
+        self.register_buffer("_cos", one, persistent=False)
+        self.register_buffer("_sin", torch.zeros_like(one), persistent=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``hidden_states`` [..., H] normalised, same shape and dtype."""
+        rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
+        # stride 0 along the sequence: one row of constants serves all
+        cos, sin = self._cos.expand(rows.shape[1], -1), self._sin.expand(rows.shape[1], -1)
+        out = functional.fused_rmsnorm_rope(rows, self.weight, cos, sin, self.eps)
+        return out.view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class FusedGatedMLP(nn.Module):
+    """Both projections of a gated MLP, activation and product, in one kernel.
+
+    Args:
+        hidden_dim: size of the last dimension of x.
+        intermediate_dim: size of the last dimension of the result.
+        activation: "silu", "gelu" or "gelu_tanh".
+        activation_on: "up" (``gate(x) * activation(up(x))``) or "gate", the form of HF models.
+
+    Shapes: x [..., hidden_dim] -> [..., intermediate_dim].
+    """
+
+    gate_scale: torch.Tensor | None
+    up_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        intermediate_dim: int,
+        activation: str = "silu",
+        *,
+        activation_on: str = "up",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make both weights [intermediate_dim, hidden_dim], initialised as nn.Linear's."""
+        super().__init__()
+        self.activation, self.activation_on = activation, activation_on
+        shape = (intermediate_dim, hidden_dim)
+        self.gate_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.up_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        for weight in (self.gate_weight, self.up_weight):
+            nn.init.kaiming_uniform_(weight, a=5**0.5)
+        self.register_buffer("gate_scale", None)
+        self.register_buffer("up_scale", None)
+
+    @classmethod
+    def from_linears(
+        cls, gate: nn.Linear, up: nn.Linear, activation: str, fp8: bool = False
+    ) -> FusedGatedMLP:
+        """The HF form of two existing bias-free projections.
+
+        Args:
+            gate: gate projection; its weight is shared unless ``fp8``.
+            up: up projection, likewise.
+            activation: "silu", "gelu" or "gelu_tanh".
+            fp8: quantise both weights per output channel.
+        """
+        with torch.device("meta"):
+            made = cls(gate.in_features, gate.out_features, activation, activation_on="gate")
+        made.gate_weight = cast(nn.Parameter, gate.weight)
+        made.up_weight = cast(nn.Parameter, up.weight)
+        if fp8:
+            for name, weight in (("gate", gate.weight), ("up", up.weight)):
+                codes, scale = functional.quantize_fp8(weight.detach(), strategy="channel")
+                setattr(made, f"{name}_weight", nn.Parameter(codes, requires_grad=False))
+                setattr(made, f"{name}_scale", scale)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project, activate, multiply; see ``oss_fused.fused_gated_mlp``."""
+        return functional.fused_gated_mlp(
+            x,
+            self.gate_weight,
+            self.up_weight,
+            self.activation,
+            self.activation_on,
+            self.gate_scale,
+            self.up_scale,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        size, hidden = self.gate_weight.shape
+        return f"{hidden} -> {size}, {self.activation} on {self.activation_on}"
+
+
+class FP8Linear(nn.Module):
+    """A linear layer with FP8 weights, one scale per output channel, and FP8 inputs per token.
+
+    Args:
+        in_features: K, size of the last dimension of x.
+        out_features: N.
+        bias: whether to add one.
+        dtype: of the bias, and of the weights that ``from_linear`` quantises.
+
+    Shapes: x [..., K] -> [..., N] in x.dtype. The state dict has ``weight`` [N, K] float8_e4m3fn,
+    ``weight_scale`` [N, 1] float32, optionally ``input_scale`` [1] and ``bias`` [N]: the names of
+    an oss_fp8 checkpoint. Gradients reach x and bias; the weight is constant.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make a layer initialised as nn.Linear's, then quantised."""
+        super().__init__()
+        start = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._take(start.weight.detach(), start.bias)
+
+    def _take(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        codes, scale = functional.quantize_fp8(weight, strategy="channel")
+        self.register_buffer("weight", codes)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_scale", None)
+        self.bias = bias
+        self._unpacked: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, input_scale: torch.Tensor | None = None) -> FP8Linear:
+        """Quantise an existing layer; the bias is shared.
+
+        Args:
+            linear: the layer.
+            input_scale: static scale [1] of the inputs; None quantises them per token.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(linear.weight.detach(), linear.bias)
+        made.input_scale = input_scale
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Quantise, multiply, add the bias."""
+        if autograd.needs_grad(x, self.bias):
+            rows = x.reshape(-1, x.shape[-1])
+            out = functional.fp8_gemm(
+                rows,
+                self.weight.t(),
+                self._row_scale(rows),
+                self.weight_scale,
+                self.bias,
+                x.dtype,
+            )
+            return out.view(*x.shape[:-1], self.out_features)
+        return torch.ops.oss_fused.fp8_linear(
+            x, self._kernel_weight(), self.weight_scale, self.input_scale, self.bias
+        )
+
+    def _row_scale(self, rows: torch.Tensor) -> torch.Tensor | None:
+        # fp8_gemm reads a given scale as a minimum per row
+        if self.input_scale is None:
+            return None
+        return self.input_scale.expand(rows.shape[0]).contiguous()
+
+    def _kernel_weight(self) -> torch.Tensor:
+        if self.weight.device.type != "cpu":
+            return self.weight
+        # on a CPU unpacking the codes at every call would cost 30 times the product
+        key = (self.weight.data_ptr(), self.weight._version)
+        if self._unpacked is None or self._unpacked[0] != key:
+            self._unpacked = (key, self.weight.float())
+        return self._unpacked[1]
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
+            f"inputs={'per token' if self.input_scale is None else 'static'}"
+        )

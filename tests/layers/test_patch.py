@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""patch_model on tiny transformers models: what it replaces, sameness of outputs, undo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from oss_fused.errors import UnsupportedModelError
+from oss_fused.layers import PatchPolicy, patch_model
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXACT = PatchPolicy(linears=None)
+TOKENS = torch.arange(1, 25).view(2, 12)
+
+
+def make(kind):
+    extra = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "GptOss" else {}
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **extra)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # norms that are not all ones, so that a forgotten weight shows
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+KINDS = ["Llama", "Qwen2", "Qwen3", "Mistral", "GptOss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unquantised_patch_keeps_logits_and_generation(kind):
+    model = make(kind)
+    before = logits(model)
+    tokens = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+    report = patch_model(model, EXACT)
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=6, do_sample=False), tokens)
+    expected = {"FusedRMSNorm": 5, "FusedGatedMLP": 2}
+    if kind == "GptOss":
+        expected["FusedGatedMLP"] = 0
+        assert [name for name, _ in report.skipped] == [
+            f"model.layers.{i}.mlp.experts" for i in (0, 1)
+        ]
+    if kind == "Qwen3":
+        expected["FusedRMSNormRoPE"] = 2
+    assert {k: report.count(k) for k in expected} == expected
+    assert report.count("FP8Linear") == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_patch_is_close_and_undo_is_exact(kind):
+    model = make(kind)
+    before, structure = logits(model), str(model)
+    report = patch_model(model)
+    after = logits(model)
+    assert not torch.equal(after, before)
+    error = (after - before).norm() / before.norm()
+    assert error < 0.1
+    assert report.count("FP8Linear") == (8 if kind == "GptOss" else 10)
+    assert type(model.lm_head) is nn.Linear
+    report.undo()
+    assert str(model) == structure
+    assert torch.equal(logits(model), before)
+    report.undo()
+    assert torch.equal(logits(model), before)
+
+
+def test_padded_batch_with_positions_of_its_own():
+    model = make("Qwen3")
+    positions = torch.stack([torch.arange(12), torch.arange(3, 15)])
+    with torch.no_grad():
+        before = model(TOKENS, position_ids=positions).logits
+        patch_model(model, EXACT)
+        after = model(TOKENS, position_ids=positions).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_policy_leaves_alone_what_it_names():
+    model = make("Llama")
+    policy = PatchPolicy(norms=False, ignore=("lm_head", "re:.*layers\\.0\\..*", "down_proj"))
+    report = patch_model(model, policy)
+    names = [name for name, _ in report.replaced]
+    assert names and all(".layers.1." in name for name in names)
+    assert type(model.model.layers[1].mlp.down_proj) is nn.Linear
+    assert report.count("FP8Linear") == 4
+    assert "4 x FP8Linear" in report.summary()
+
+
+def test_gradients_flow_through_a_patched_model():
+    model, twin = make("Llama"), make("Llama")
+    patch_model(model, EXACT)
+    for m in (model, twin):
+        m(TOKENS, labels=TOKENS).loss.backward()
+    ours = model.model.layers[0].mlp.fused.gate_weight.grad
+    theirs = twin.model.layers[0].mlp.gate_proj.weight.grad
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+    from oss_fused.layers import patch
+
+    model = make("Llama")
+    before, calls = str(model), []
+
+    def fails_later(linear):
+        calls.append(linear)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        return nn.Identity()
+
+    monkeypatch.setattr(patch.FP8Linear, "from_linear", fails_later)
+    with pytest.raises(MemoryError):
+        patch_model(model)
+    assert str(model) == before
+
+
+def test_other_models_and_bad_policies_are_refused():
+    with pytest.raises(UnsupportedModelError, match="model_type=None"):
+        patch_model(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="linears='int4'"):
+        PatchPolicy(linears="int4")
+
+
+def test_mlp_with_bias_is_kept_and_reported():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, mlp_bias=True)).eval()
+    report = patch_model(model)
+    assert report.count("FusedGatedMLP") == 0
+    assert ("model.layers.0.mlp", "its projections have a bias") in report.skipped
+    assert report.count("FP8Linear") == 14

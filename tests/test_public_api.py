@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: MIT
+"""Every public name of the requirements imports from ``oss_fused`` and works as the docs show."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import oss_fused
+
+REQUIRED = [
+    "fused_rmsnorm_rope",
+    "fused_gated_mlp",
+    "fp8_gemm",
+    "quantize_fp8",
+    "dequantize_fp8",
+    "FusedRMSNormRoPE",
+    "FusedGatedMLP",
+    "FP8Linear",
+    "TritonAutoTuner",
+    "TuningResult",
+    "KernelMetrics",
+    "get_cached_config",
+    "RMSNORM_ROPE_CONFIGS",
+    "GATED_MLP_CONFIGS",
+    "FP8_GEMM_CONFIGS",
+    "BenchmarkSuite",
+    "TensorSpec",
+    "RMSNormRoPEInput",
+    "GatedMLPInput",
+    "FP8GEMMInput",
+    "FP8Format",
+    "TritonKernelError",
+    "ShapeMismatchError",
+    "UnsupportedDtypeError",
+    "NumericalOverflowError",
+    "validate_rmsnorm_rope_inputs",
+    "validate_gated_mlp_inputs",
+    "validate_fp8_gemm_inputs",
+    "patch_model",
+    "PatchPolicy",
+]
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_name_is_public_and_documented(name):
+    assert name in oss_fused.__all__
+    value = getattr(oss_fused, name)
+    assert inspect.getdoc(value)
+
+
+@pytest.mark.parametrize("name", oss_fused.__all__)
+def test_every_listed_name_resolves(name):
+    assert getattr(oss_fused, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("fused_rmsnorm_rope", "x weight cos sin"),
+        ("fused_gated_mlp", "x gate_weight up_weight activation"),
+        ("fp8_gemm", "a b"),
+        ("FusedRMSNormRoPE", "hidden_dim head_dim"),
+        ("FusedGatedMLP", "hidden_dim intermediate_dim activation"),
+        ("FP8Linear", "in_features out_features"),
+        ("TritonAutoTuner", "kernel_fn config_space warmup_runs benchmark_runs"),
+        ("BenchmarkSuite", "warmup_runs benchmark_runs"),
+    ],
+)
+def test_leading_parameters_are_as_named(name, parameters):
+    found = list(inspect.signature(getattr(oss_fused, name)).parameters)
+    assert " ".join(found).startswith(parameters)
+
+
+def test_defaults_are_as_named():
+    signature = inspect.signature(oss_fused.BenchmarkSuite)
+    assert signature.parameters["warmup_runs"].default == 10
+    assert signature.parameters["benchmark_runs"].default == 100
+    signature = inspect.signature(oss_fused.fused_gated_mlp)
+    assert signature.parameters["activation"].default == "silu"
+    assert signature.parameters["activation_on"].default == "up"
+
+
+def test_errors_are_of_one_family():
+    for name in ("ShapeMismatchError", "UnsupportedDtypeError"):
+        assert issubclass(getattr(oss_fused, name), (oss_fused.OssFusedError, ValueError))
+
+
+def test_overflow_is_detected_adjusted_or_raised():
+    x = torch.tensor([[1000.0, 1.0]])
+    small = torch.ones(1)
+    with pytest.raises(oss_fused.NumericalOverflowError, match="scale=1.0"):
+        oss_fused.quantize_fp8(x, small, on_overflow="raise")
+    q, scale = oss_fused.quantize_fp8(x, small)
+    assert oss_fused.dequantize_fp8(q, scale)[0, 0] == pytest.approx(1000, rel=2**-4)
+
+
+def examples(page):
+    """The Python blocks of a page of docs/, with the line they start at."""
+    lines, block, start = page.read_text().splitlines(), None, 0
+    for number, line in enumerate(lines, 1):
+        if line.strip() == "```python":
+            block, start = [], number
+        elif line.strip() == "```" and block is not None:
+            yield start, "\n".join(block)
+            block = None
+        elif block is not None:
+            block.append(line)
+
+
+BLOCKS = [
+    pytest.param(page, start, code, id=f"{page.name}:{start}")
+    for page in (DOCS / "operators.md", DOCS / "tuning.md")
+    for start, code in examples(page)
+]
+
+
+@pytest.mark.parametrize(("page", "start", "code"), BLOCKS)
+def test_examples_of_the_docs_run(page, start, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exec(compile(code, f"{page.name}:{start}", "exec"), {"__name__": "example"})
+
+
+def test_the_docs_show_every_function_and_module():
+    used = set()
+    for param in BLOCKS:
+        for node in ast.walk(ast.parse(param.values[2])):
+            if isinstance(node, ast.ImportFrom) and node.module == "oss_fused":
+                used.update(alias.name for alias in node.names)
+    assert set(REQUIRED) <= used, sorted(set(REQUIRED) - used)
+
+
+def test_h200_figures_are_numbers():
+    path = DOCS / "results" / "h200" / "summary.json"
+    if not path.exists():
+        pytest.skip("no GPU figures yet")
+    for value in json.loads(path.read_text()).values():
+        number = value["value"] if isinstance(value, dict) else value
+        assert isinstance(number, int | float)
