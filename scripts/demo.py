@@ -69,7 +69,7 @@ def plan(
     """The steps: title, command, and the file that shows that a step is done."""
     plain = models / "SmolLM2-135M-Instruct"
     quantised = models / "SmolLM2-135M-Instruct-oss-fp8"
-    text = ROOT / "tests" / "data" / "prose.txt"
+    prose, dialogue = (ROOT / "tests" / "data" / name for name in ("prose.txt", "dialogue.txt"))
     return [
         (
             "build the checkpoint of SmolLM2-135M-Instruct",
@@ -84,8 +84,9 @@ def plan(
         (
             "measure quality: perplexity and KL divergence through vLLM",
             [
-                *("scripts/evaluate.py", "--baseline", str(plain), "--candidate", str(quantised)),
-                *("--text", str(text), "--output", str(results / "quality.json")),
+                *("scripts/evaluate.py", "--baseline", f"bf16={plain}"),
+                *("--candidate", f"oss_fp8={quantised}", "--text", str(prose), str(dialogue)),
+                *("--output", str(results / "quality.json")),
             ],
             results / "quality.json",
         ),

@@ -128,7 +128,8 @@ def install(venv: Path, flavour: str, lock: Path) -> None:
 def run_step(title: str, command: list[str], remedy: str) -> None:
     """Run one command; stream one status line, keep the rest for the error."""
     print(title, end=" ", flush=True, file=sys.stderr)
-    start, last_dot, tail = time.monotonic(), time.monotonic(), []
+    start = last_dot = time.monotonic()
+    tail: list[str] = []
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PIP_ROOT_USER_ACTION": "ignore"}
     with subprocess.Popen(
         command,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""Kernels: functions from tensors to tensors, one package per backend, found by registry.get_kernel."""
+"""Kernels: functions from tensors to tensors, one package per backend, found by the registry."""

@@ -41,7 +41,7 @@ def available_backends() -> list[str]:
 
 
 def default_backend(device: torch.device) -> str:
-    """Backend for tensors on ``device``: OSS_FUSED_BACKEND, or triton on a GPU and torch elsewhere."""
+    """Backend for ``device``: OSS_FUSED_BACKEND, or triton on a GPU and torch elsewhere."""
     chosen = envs.get("OSS_FUSED_BACKEND")
     if chosen == "auto":
         return "triton" if device.type == "cuda" else "torch"

@@ -11,6 +11,7 @@ batch by batch. OSS_FUSED_ATTENTION=vllm turns it off.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,7 +109,7 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         layer.impl.arrivals = _arrivals(device, rows * layer.impl.num_kv_heads)
 
 
-def _fits(impl: object) -> bool:
+def _fits(impl: Any) -> bool:
     return (
         type(impl) is FlashAttentionImpl
         and impl.attn_type == AttentionType.DECODER
