@@ -16,19 +16,17 @@ from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.triton.router import Routing, encode_rows, route
 from oss_fused.kernels.validation import HALF_DTYPES, check_dtype
 
-# ask L2 for a program's weights while it waits for the activations
-_PREFETCH = True
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one product: 64-row weight groups, shares of K, warps, pipeline stages."""
+    """Tile of one product: 64-row weight groups, chunks a step, pipeline stages, shares of K."""
 
     groups: int
-    split: int
-    warps: int
+    depth: int
     stages: int
+    shares: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,35 +49,28 @@ def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
     """
     mean = pairs / experts
     if fp8:
-        tile = Tile(1, 1, 4, 3)
-        return MoEConfig(128 if mean > 64 else 64, tile, tile, False)
-    if mean <= 0.25:
-        return MoEConfig(2, Tile(1, 4, 16, 3), Tile(1, 4, 16, 4), True)
+        return MoEConfig(128 if mean > 64 else 64, Tile(1, 1, 3), Tile(1, 1, 3), False)
     if mean <= 4:
-        return MoEConfig(8, Tile(1, 1, 4, 6), Tile(1, 1, 4, 6), True)
+        # few row groups in all: shares of K keep every multiprocessor busy
+        shares = 4 if pairs <= 8 else 2 if pairs <= 32 else 1
+        return MoEConfig(8, Tile(1, 1, 6), Tile(1, 1, 4, shares), True)
     if mean <= 12:
-        return MoEConfig(16, Tile(2, 1, 4, 4), Tile(1, 1, 4, 4), True)
-    if mean <= 28:
-        return MoEConfig(32, Tile(2, 1, 4, 3), Tile(1, 1, 4, 3), True)
-    return MoEConfig(64, Tile(1, 1, 4, 3), Tile(1, 1, 4, 3), True)
+        return MoEConfig(16, Tile(2, 1, 4), Tile(1, 1, 4), True)
+    return MoEConfig(32, Tile(2, 1, 3), Tile(1, 1, 3), False)
 
 
 def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
     """Kernel arguments for a tile; ``groups``: the 64-row groups that the weight has."""
     taken = min(tile.groups, 1 << (groups.bit_length() - 1))
-    return {
-        "GROUPS": taken,
-        "SPLIT": tile.split,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
-    }
+    return {"GROUPS": taken, "DEPTH": tile.depth, "STAGES": tile.stages, "num_warps": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs"])
 def _combine_kernel(
-    y, weights, place, out, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[t] = sum over slots, in their order, of weight * y[place]."""
+    y, weights, place, out, n_pairs, TOP_K: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over slots, in their order, of weight * (sum of y's shares at place)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
@@ -88,8 +79,10 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + slot)
-        y_row = tl.maximum(row, 0).to(tl.int64) * N
-        part = tl.load(y + y_row + column, mask=mask, other=0.0).to(tl.float32)
+        part = tl.zeros((BLOCK,), tl.float32)
+        for share in tl.static_range(SHARES):
+            y_row = (share * n_pairs + tl.maximum(row, 0)).to(tl.int64) * N
+            part += tl.load(y + y_row + column, mask=mask, other=0.0).to(tl.float32)
         part *= tl.load(weights + token * TOP_K + slot)
         # an expert that is not here adds nothing, whatever its weight or memory hold
         acc += tl.where(row >= 0, part, 0.0)
@@ -133,12 +126,7 @@ def moe_mxfp4(
         routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2,
         torch.bfloat16 if fp8 else torch.float32, config,
     )  # fmt: skip
-    block = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        y, routing.topk_weights, routing.place, out, TOP_K=top_k, N=hidden, BLOCK=block,
-        num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
+    return combine(routing, y, out)
 
 
 def gate_up(
@@ -188,14 +176,27 @@ def down(
     y_dtype: torch.dtype,
     config: MoEConfig,
 ) -> torch.Tensor:
-    """w2 of sorted pairs plus bias: [P, H]."""
+    """w2 of sorted pairs plus bias, in shares to be added: [shares, P, H]."""
     pairs, levels, padded = act.shape
     hidden = w2.shape[1]
-    y = torch.empty(pairs, hidden, dtype=y_dtype, device=w2.device)
+    y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
     options = _tile_options(config.down, hidden // 64)
-    _down_kernel[(triton.cdiv(hidden // 64, options["GROUPS"]), routing.tiles.shape[0])](
-        act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, N=hidden, K=inter, KP=padded,
-        ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote, PREFETCH=_PREFETCH,
-        **options, **pdl_options(w2.device),
+    units = triton.cdiv(hidden // 64, options["GROUPS"])
+    _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
+        act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
+        KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
+        SHARES=config.down.shares, **options, **pdl_options(w2.device),
     )  # fmt: skip
     return y
+
+
+def combine(routing: Routing, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the slots of every token, into ``out`` [T, H]."""
+    shares, pairs, hidden = y.shape
+    tokens, top_k = routing.topk_ids.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        y, routing.topk_weights, routing.place, out, pairs, TOP_K=top_k, N=hidden, SHARES=shares,
+        BLOCK=block, num_warps=4, **pdl_options(out.device),
+    )  # fmt: skip
+    return out

@@ -18,7 +18,6 @@ from oss_fused.kernels.triton.moe_tile import (
     activation_position,
     dot_tile,
     group_row,
-    prefetch_bytes,
     row_scale,
     unpack_weights,
 )
@@ -26,70 +25,68 @@ from oss_fused.kernels.triton.numerics import from_fp8, round_to, to_fp8
 
 
 @triton.jit
-def _products(
-    x, weight, weight_scale, x_rows, x_mask,
-    K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    GROUPS: tl.constexpr, SPLIT: tl.constexpr, PROMOTE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Weight rows x tokens [64 * GROUPS, ROWS], scales of rows and tokens not yet applied.
+def _weight_pointers(weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
+                     DEPTH: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Pointers of a tile's packed bytes (WIDTH a row) and scale words, in unpack_weights' order."""
+    q = tl.arange(0, 64 * GROUPS * DEPTH)
+    row = q // (32 * GROUPS * DEPTH) * 32 + q % 32
+    group = q // (32 * DEPTH) % GROUPS
+    chunk = q // 32 % DEPTH
+    base = weight + group.to(tl.int64) * (64 * (K // 2)) + chunk * 4096 + row * WIDTH
+    words = weight_scale + group * (64 * ((K + 127) // 128)) + chunk * 64 + row
+    return base[:, None] + tl.arange(0, 64)[None, :], words
 
-    SPLIT > 1 (with GROUPS = 1) gives each of SPLIT parts of the tile the same weight rows but a
-    share of K of its own, to shorten the chain of steps where there are few tokens. The tokens'
-    columns come SPLIT times, once per share; products of a part with another's share are dropped.
-    """
-    PARTS: tl.constexpr = GROUPS * SPLIT
-    COLUMNS: tl.constexpr = SPLIT * ROWS * LEVELS
+
+@triton.jit
+def _add_chunk(
+    acc, x_base, x_mask, weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
+    AT: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """Add one chunk, which may be the last; the blocks that its rows lack count as zeros."""
+    WIDTH: tl.constexpr = min(K - AT * 128, 128) // 2
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, 1, WIDTH)
+    w = tl.load(w_ptrs + AT * 4096, mask=(tl.arange(0, 64) < WIDTH)[None, :], other=0)
+    s = tl.load(s_ptrs + AT * 64)
+    x_ptrs = x_base[:, None] + AT * 128 + tl.arange(0, 128)[None, :]
+    tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
+    return dot_tile(unpack_weights(w, s, GROUPS, 1), tokens.T, acc, PROMOTE)
+
+
+@triton.jit
+def _products(
+    x, weight, weight_scale, x_rows, x_mask, share,
+    K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr, PROMOTE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Weight rows x tokens [64 * GROUPS, ROWS] over one share of K; no scales applied yet."""
+    WHOLE: tl.constexpr = K // 128
     CHUNKS: tl.constexpr = (K + 127) // 128
-    STEPS: tl.constexpr = CHUNKS // SPLIT if K % (128 * SPLIT) == 0 else CHUNKS // SPLIT + 1
-    WHOLE: tl.constexpr = K // 128 if SPLIT == 1 else 0
-    q = tl.arange(0, 64 * PARTS)
-    part = q // 32 % PARTS
-    row = q // (32 * PARTS) * 32 + q % 32
-    group = part // SPLIT
-    share = part % SPLIT
-    byte = tl.arange(0, 64)
-    k = tl.arange(0, 128)
-    w_rows = weight + group.to(tl.int64) * (64 * (K // 2))
-    s_rows = weight_scale + group * (64 * CHUNKS) + row
-    # column (share, r, l) of the tile is level l of token r
-    column = tl.arange(0, COLUMNS)
-    x_share = column // (ROWS * LEVELS)
-    x_rows = x_rows[None, :, None].broadcast_to(SPLIT, ROWS, LEVELS).reshape(COLUMNS)
-    x_mask = x_mask[None, :, None].broadcast_to(SPLIT, ROWS, LEVELS).reshape(COLUMNS)
-    x_base = x + (x_rows.to(tl.int64) * LEVELS + column % LEVELS) * KP + x_share * (STEPS * 128)
-    x_ptrs = x_base[:, None] + k[None, :]
-    acc = tl.zeros((64 * PARTS, COLUMNS), tl.float32)
-    if SPLIT == 1:
-        w_ptrs = (w_rows + row * 64)[:, None] + byte[None, :]
-        for _ in tl.range(0, WHOLE, num_stages=STAGES):
-            w = tl.load(w_ptrs, eviction_policy="evict_first")
-            s = tl.load(s_rows)
-            tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-            acc = dot_tile(unpack_weights(w, s, PARTS), tokens.T, acc, PROMOTE)
-            w_ptrs += 4096
-            s_rows += 64
-            x_ptrs += 128
-        if WHOLE < CHUNKS:
-            # the last chunk's rows are shorter; the blocks it lacks count as zeros
-            w_ptrs = (w_rows + WHOLE * 4096 + row * (K % 128 // 2))[:, None] + byte[None, :]
-            w = tl.load(w_ptrs, mask=(byte < K % 128 // 2)[None, :], other=0)
-            tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-            acc = dot_tile(unpack_weights(w, tl.load(s_rows), PARTS), tokens.T, acc, PROMOTE)
-    else:
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            chunk = share * STEPS + step
-            width = tl.minimum(tl.maximum(K - chunk * 128, 0), 128) // 32 * 16
-            w_ptrs = (w_rows + chunk * 4096 + row * width)[:, None] + byte[None, :]
-            w = tl.load(w_ptrs, mask=byte[None, :] < width[:, None], other=0)
-            s = tl.load(s_rows + chunk * 64, mask=chunk < CHUNKS, other=0)
-            live = x_mask & (x_share * STEPS + step < CHUNKS)
-            tokens = tl.load(x_ptrs, mask=live[:, None], other=0.0)
-            acc = dot_tile(unpack_weights(w, s, PARTS), tokens.T, acc, PROMOTE)
-            x_ptrs += 128
-        own = tl.arange(0, SPLIT)
-        parts = acc.reshape(SPLIT, 64, SPLIT, ROWS * LEVELS)
-        diagonal = own[:, None, None, None] == own[None, None, :, None]
-        acc = tl.sum(tl.sum(tl.where(diagonal, parts, 0.0), 2), 0)
+    # chunks of a share, a multiple of DEPTH: what does not divide is left to the last share
+    STEP: tl.constexpr = (CHUNKS + SHARES * DEPTH - 1) // (SHARES * DEPTH) * DEPTH
+    begin = share * STEP
+    steps = WHOLE // DEPTH if SHARES == 1 else tl.minimum(STEP, WHOLE - begin) // DEPTH
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, 64)
+    w_ptrs += begin * 4096
+    s_ptrs += begin * 64
+    # column 2r + l of the tile is level l of token r
+    column = tl.arange(0, ROWS * LEVELS)
+    x_rows = x_rows[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
+    x_mask = x_mask[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
+    x_base = x + (x_rows.to(tl.int64) * LEVELS + column % LEVELS) * KP
+    x_ptrs = x_base[:, None] + begin * 128 + tl.arange(0, 128 * DEPTH)[None, :]
+    acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
+    for _ in tl.range(0, steps, num_stages=STAGES):
+        w = tl.load(w_ptrs, eviction_policy="evict_first")
+        s = tl.load(s_ptrs)
+        tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
+        acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH), tokens.T, acc, PROMOTE)
+        w_ptrs += 4096 * DEPTH
+        s_ptrs += 64 * DEPTH
+        x_ptrs += 128 * DEPTH
+    if share == SHARES - 1:
+        for at in tl.static_range(WHOLE // DEPTH * DEPTH, CHUNKS):
+            acc = _add_chunk(acc, x_base, x_mask, weight, weight_scale, K, GROUPS, at, PROMOTE)
     if LEVELS == 2:
         first, second = acc.reshape(64 * GROUPS, ROWS, 2).split()
         acc = first + second * 0.0625
@@ -100,16 +97,15 @@ def _products(
 def _gate_up_kernel(
     x, x_scale, weight, weight_scale, bias, out, order, tiles,
     top_k: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, OP: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr,
     SILU: tl.constexpr, STAGES: tl.constexpr, PROMOTE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, LEVELS, OP], or DTYPE [P, N/2] (SILU)."""
     SPAN: tl.constexpr = 32 * GROUPS
     unit = tl.program_id(0)
     tile = tl.program_id(1)
-    wait_for_inputs()
-    # only now, so that the next kernel may read the tiles before its own wait
     start_next()
+    wait_for_inputs()
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
@@ -124,8 +120,9 @@ def _gate_up_kernel(
     mask = tl.arange(0, ROWS) < count
     token = tl.load(order + position, mask=mask, other=0) // top_k
     acc = _products(
-        x, weight, weight_scale, token, mask, K, KP, ROWS, LEVELS, GROUPS, SPLIT, PROMOTE, STAGES
-    )
+        x, weight, weight_scale, token, mask, 0, K, KP, ROWS, LEVELS, GROUPS,
+        DEPTH, 1, PROMOTE, STAGES,
+    )  # fmt: skip
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
     pairs = acc.reshape(GROUPS, 4, 2, 8, ROWS).permute(0, 1, 3, 4, 2).reshape(SPAN, ROWS, 2)
     gate, up = pairs.split()
@@ -166,17 +163,22 @@ def _gate_up_kernel(
                 tl.store(p_ptrs + level * OP, zero, mask=p_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs"])
 def _down_kernel(
-    x, x_scale, weight, weight_scale, bias, out, tiles,
+    x, x_scale, weight, weight_scale, bias, out, tiles, n_pairs,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
-    LEVELS: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PROMOTE: tl.constexpr, PREFETCH: tl.constexpr,
+    LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
+    STAGES: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
-    """w2 @ x + bias of sorted rows: [P, N] in out's dtype; x_scale None is the static 1/8."""
+    """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
+
+    x_scale None is the static 1/8; the bias goes with the first share.
+    """
     unit = tl.program_id(0)
     tile = tl.program_id(1)
-    # routing was complete before the kernel ahead of this one let it start
+    share = 0 if SHARES == 1 else tl.program_id(2)
+    start_next()
+    wait_for_inputs()
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
@@ -186,16 +188,12 @@ def _down_kernel(
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
     weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
-    if PREFETCH:
-        piece = tl.arange(0, 4 * GROUPS)
-        prefetch_bytes(weight + piece * (8 * K), tl.full((4 * GROUPS,), 8 * K, tl.int32))
-    start_next()
-    wait_for_inputs()
     position = begin + tl.arange(0, ROWS)
     mask = tl.arange(0, ROWS) < count
     acc = _products(
-        x, weight, weight_scale, position, mask, K, KP, ROWS, LEVELS, GROUPS, SPLIT, PROMOTE, STAGES
-    )
+        x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
+        SHARES, PROMOTE, STAGES,
+    )  # fmt: skip
     row = group_row(tl.arange(0, 64 * GROUPS))
     s_ptrs = weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64
     acc *= row_scale(tl.load(s_ptrs))[:, None]
@@ -205,6 +203,9 @@ def _down_kernel(
         acc *= 0.125
     column = group * 64 + row
     if bias is not None:
-        acc += tl.load(bias + expert * N + column).to(tl.float32)[:, None]
-    o_ptrs = out + position.to(tl.int64)[None, :] * N + column[:, None]
+        shift = tl.load(bias + expert * N + column).to(tl.float32)
+        if SHARES > 1:
+            shift = tl.where(share == 0, shift, 0.0)
+        acc += shift[:, None]
+    o_ptrs = out + (share * n_pairs + position).to(tl.int64)[None, :] * N + column[:, None]
     tl.store(o_ptrs, round_to(acc, out.dtype.element_ty), mask=mask[None, :])

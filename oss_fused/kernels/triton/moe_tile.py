@@ -58,20 +58,6 @@ def group_row(row):
 
 
 @triton.jit
-def prefetch_bytes(pointers, n_bytes):
-    """Ask L2 for ``n_bytes`` (a multiple of 16) from each 16-byte aligned address."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [pointers.to(tl.int64), n_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def row_scale(words):
     """float32 scale of rows, from their scale words of chunk 0."""
     exponent = (words & 3) | (words >> 6 & 12) | (words >> 12 & 48) | (words >> 18 & 192)
@@ -81,39 +67,40 @@ def row_scale(words):
 
 
 @triton.jit
-def unpack_weights(weight, words, PARTS: tl.constexpr):
-    """Tile of e4m3 weights [64 * PARTS, 128] from packed bytes and scale words.
+def unpack_weights(weight, words, GROUPS: tl.constexpr, DEPTH: tl.constexpr):
+    """Tile of e4m3 weights [64 * GROUPS, 128 * DEPTH] from packed bytes and scale words.
 
     Args:
-        weight: uint8 [64 * PARTS, 64] and
-        words: int32 [64 * PARTS], both with rows in the order (pair, part, warp, row): row
-            ``32 * pair + 8 * warp + row`` of the part's 64 rows in memory. A thread then loads
-            the very bytes it unpacks, with four warps for the tile or four for each part.
-        PARTS: groups of 64 rows in the tile.
+        weight: uint8 [64 * GROUPS * DEPTH, 64] and
+        words: int32 [64 * GROUPS * DEPTH], both with rows in the order (pair, group, chunk, warp,
+            row): row ``32 * pair + 8 * warp + row`` of a group's chunk in memory. With four warps
+            a thread then loads the very bytes that it unpacks.
+        GROUPS: groups of 64 rows.
+        DEPTH: chunks of 128 columns.
     """
-    ROWS: tl.constexpr = 64 * PARTS
-    words = words.reshape(2, PARTS, 4, 8).permute(1, 2, 0, 3).reshape(ROWS)
+    ROWS: tl.constexpr = 64 * GROUPS
+    words = words.reshape(2, GROUPS, DEPTH, 4, 8).permute(1, 3, 0, 4, 2).reshape(ROWS, DEPTH)
     block = tl.arange(0, 4)
-    step = (words[:, None] >> (8 * block)[None, :]) & 0x78
-    weight = weight.reshape(2, PARTS, 4, 8, 4, 4, 4).permute(1, 2, 0, 3, 5, 4, 6)
+    step = (words[:, :, None] >> (8 * block)[None, None, :]) & 0x78
+    weight = weight.reshape(2, GROUPS, DEPTH, 4, 8, 4, 4, 4).permute(1, 3, 0, 4, 2, 6, 5, 7)
     if INTERPRETED:
         # the same codes without PRMT: find each value's nibble and sign in its word
-        weight = weight.reshape(ROWS, 4, 4, 4).to(tl.int32)
+        weight = weight.reshape(ROWS * DEPTH, 4, 4, 4).to(tl.int32)
         word = tl.sum(weight << (8 * tl.arange(0, 4))[None, None, None, :], 3)
         value = tl.arange(0, 8)
         magnitude = (word[:, :, :, None] >> (4 * value)[None, None, None, :]) & 7
         sign_bit = tl.where(value < 4, 8 * value + 7, 8 * value - 29)
         sign = (word[:, :, :, None] >> sign_bit[None, None, None, :]) & 1
         table = tl.where(magnitude < 4, _TABLE_LOW, _TABLE_HIGH) >> (8 * (magnitude & 3))
-        code = (table & 255) + step[:, None, :, None]
+        code = (table & 255) + step.reshape(ROWS * DEPTH, 4)[:, None, :, None]
         code = tl.where(magnitude == 0, 0, code) | (sign << 7)
         # [row, word, block, half, byte] -> [row, word, half, block, byte]
-        code = code.reshape(ROWS, 4, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(ROWS, 128)
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        code = code.reshape(ROWS * DEPTH, 4, 4, 2, 4).permute(0, 1, 3, 2, 4)
+        return code.reshape(ROWS, 128 * DEPTH).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
-        low = (_TABLE_LOW + step * 0x01010100)[:, None, :, None]
-        high = (_TABLE_HIGH + step * 0x01010101)[:, None, :, None]
-        weight = weight.reshape(ROWS, 4, 4, 4)
+        low = (_TABLE_LOW + step * 0x01010100)[:, :, None, :, None]
+        high = (_TABLE_HIGH + step * 0x01010101)[:, :, None, :, None]
+        weight = weight.reshape(ROWS, DEPTH, 4, 4, 4)
         low, weight = tl.broadcast(low, weight)
         high, weight = tl.broadcast(high, weight)
         first, second = tl.inline_asm_elementwise(
@@ -124,20 +111,20 @@ def unpack_weights(weight, words, PARTS: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-        code = tl.join(first, second).permute(0, 1, 4, 2, 3).reshape(ROWS, 128)
+        code = tl.join(first, second).permute(0, 1, 2, 5, 3, 4).reshape(ROWS, 128 * DEPTH)
         return code.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
 def dot_tile(weight, tokens, acc, PROMOTE: tl.constexpr):
-    """acc + weight [M, 128] @ tokens [128, N], both e4m3.
+    """acc + weight [M, K] @ tokens [K, N], both e4m3.
 
-    Hopper's FP8 tensor cores keep about 14 bits of a running sum; PROMOTE adds each chunk's sum
-    to ``acc`` in float32 instead.
+    Hopper's FP8 tensor cores keep about 14 bits of a running sum; PROMOTE adds the sum of each
+    tile's K to ``acc`` in float32 instead.
     """
     if INTERPRETED:
         return tl.dot(from_fp8(weight), from_fp8(tokens), acc, input_precision="ieee")
     elif PROMOTE:
-        return acc + tl.dot(weight, tokens, max_num_imprecise_acc=128)
+        return acc + tl.dot(weight, tokens, max_num_imprecise_acc=weight.shape[1])
     else:
         return tl.dot(weight, tokens, acc)
