@@ -29,8 +29,9 @@ from typing import Any
 
 from oss_fused.bench import compare, report, summary
 from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.folder import writable
 from oss_fused.bench.processes import Terminated, signals_as_exceptions
-from oss_fused.errors import CheckpointError, OssFusedError, ServerError
+from oss_fused.errors import OssFusedError, ServerError
 
 
 def main() -> int:
@@ -39,6 +40,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.render:
+            check_render(parser, args)
             folder = args.render
             results = json.loads((folder / "results.json").read_text())
             report.render(results, folder)
@@ -46,9 +48,6 @@ def main() -> int:
             check(parser, args)
             folder, results = args.output, measure(args)
         add_to_summary(args, folder / "results.json", results)
-    except CheckpointError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
     except (OssFusedError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
@@ -176,8 +175,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--summary: needs --summary-prefix and at least two arms")
     if args.summary_arm and args.summary_arm not in names[1:]:
         parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(names[1:])}")
-    if args.quality and not args.quality.is_file():
-        parser.error(f"--quality {args.quality}: no such file")
+    check_json(parser, "--quality", args.quality, must_exist=True)
+    check_json(parser, "--summary", args.summary)
     try:
         for arm in args.arm:
             compare.check_model(arm.model)
@@ -186,8 +185,33 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(str(error))
     if args.output.exists() and not args.overwrite:
         parser.error(f"--output {args.output}: exists; choose another, or pass --overwrite")
-    if args.overwrite and args.output.exists() and not (args.output / "results.json").is_file():
+    if args.output.exists() and not (args.output / "results.json").is_file():
         parser.error(f"--output {args.output}: is no earlier comparison; not overwriting it")
+    try:
+        writable(args.output)
+    except OSError as error:
+        parser.error(f"--output {args.output}: cannot be written: {error}")
+
+
+def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error where --render cannot work."""
+    check_json(parser, "--render", args.render / "results.json", must_exist=True)
+    check_json(parser, "--summary", args.summary)
+    if args.summary and not args.summary_prefix:
+        parser.error("--summary: needs --summary-prefix")
+
+
+def check_json(
+    parser: argparse.ArgumentParser, flag: str, path: Path | None, must_exist: bool = False
+) -> None:
+    """End with a usage error unless ``path`` holds a JSON object; before hours of measuring."""
+    if path is None or not (must_exist or path.exists()):
+        return
+    try:
+        if not isinstance(json.loads(path.read_text()), dict):
+            parser.error(f"{flag} {path}: expected a JSON object")
+    except (OSError, ValueError) as error:
+        parser.error(f"{flag} {path}: cannot be read as JSON: {error}")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -224,9 +248,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cells": summary.condense(measured["measurements"], [arm.name for arm in args.arm]),
         "quality": json.loads(args.quality.read_text()) if args.quality else None,
     }
-    if args.overwrite and args.output.exists():
-        shutil.rmtree(args.output)
-    report.write_folder(results, args.output, logs)
+    earlier = args.output.with_name(f".{args.output.name}.earlier")
+    if args.output.exists():
+        args.output.rename(earlier)
+    try:
+        report.write_folder(results, args.output, logs)
+    except BaseException:
+        if earlier.exists():
+            earlier.rename(args.output)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
     shutil.rmtree(logs, ignore_errors=True)
     return results
 

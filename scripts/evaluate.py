@@ -21,7 +21,7 @@ from pathlib import Path
 from oss_fused.bench import evaluate, report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
 from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import write_json
+from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.processes import Terminated
 from oss_fused.errors import OssFusedError
 
@@ -86,6 +86,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
             parser.error(f"--text {path}: cannot be read as UTF-8 text: {error}")
     if args.output.is_dir():
         parser.error(f"--output {args.output}: is a folder; name a JSON file")
+    try:
+        writable(args.output)
+    except OSError as error:
+        parser.error(f"--output {args.output}: cannot be written: {error}")
     if args.summary and not args.summary_name:
         parser.error("--summary: needs --summary-name")
     arms: list[Arm] = []

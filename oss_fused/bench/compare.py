@@ -89,8 +89,11 @@ def make_grid(
             four times the concurrency and at least 8.
 
     Raises:
-        ValueError: ``num_prompts`` fits neither way.
+        ValueError: ``num_prompts`` fits neither way, or something is listed twice.
     """
+    for name, values in (("concurrency", concurrency), ("lengths", lengths)):
+        if len(set(values)) != len(values):
+            raise ValueError(f"{name} {list(values)}: expected each value once")
     if not num_prompts:
         num_prompts = [max(8, 4 * number) for number in concurrency]
     elif len(num_prompts) == 1:

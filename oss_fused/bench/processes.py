@@ -24,13 +24,20 @@ class Terminated(BaseException):
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP raise Terminated (SIGINT raises KeyboardInterrupt)."""
+    """Inside the block SIGTERM and SIGHUP raise Terminated, SIGINT raises KeyboardInterrupt.
 
-    def raise_terminated(number: int, frame: FrameType | None) -> None:
-        raise Terminated(signal.Signals(number).name)
+    Once only: an impatient second Ctrl-C must not interrupt the clean-up that the first began.
+    """
+    wanted = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-    wanted = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, raise_terminated) for number in wanted}
+    def stop_once(number: int, frame: FrameType | None) -> None:
+        for other in wanted:
+            signal.signal(other, signal.SIG_IGN)
+        name = signal.Signals(number).name
+        print(f"{name}: stopping, please wait", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(name)
+
+    before = {number: signal.signal(number, stop_once) for number in wanted}
     try:
         yield
     finally:

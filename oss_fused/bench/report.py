@@ -55,7 +55,7 @@ def markdown(results: Mapping[str, Any], chart: str | None = "chart.png") -> str
     """
     arms = list(results["arms"])
     parts = [
-        f"# {' and '.join(arms[1:]) or arms[0]} compared with {arms[0]}",
+        f"# {' and '.join(arms[1:])} compared with {arms[0]}" if arms[1:] else f"# {arms[0]}",
         f"{describe(results['environment'])}.",
         _verdict(results),
     ]

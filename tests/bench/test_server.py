@@ -97,6 +97,23 @@ def test_stubborn_server_and_its_stray_child_are_killed(
     assert not any(is_alive(pid) for pid in pids)
 
 
+def test_a_second_signal_does_not_interrupt_the_clean_up() -> None:
+    from oss_fused.bench.processes import Terminated, signals_as_exceptions
+
+    before = signal.getsignal(signal.SIGINT)
+    cleaned = False
+    with pytest.raises(Terminated, match="SIGTERM"), signals_as_exceptions():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned = True
+    assert cleaned
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 OWNER = """
 import os, sys
 from pathlib import Path

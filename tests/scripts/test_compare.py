@@ -87,7 +87,16 @@ def test_compares_and_merges_the_summary(
         (["--arm", "a=x/y", "--output", "o", "--concurrency", "0"], "expected at least 1"),
         (["--arm", "a=x/y", "--output", "o", "--port", "99999"], "expected 1 to"),
         (["--arm", "a=x/y", "--output", "o", "--summary", "s"], "needs --summary-prefix"),
-        (["--arm", "a=x/y", "--output", "o", "--quality", "/nowhere"], "no such file"),
+        (["--arm", "a=x/y", "--output", "o", "--quality", "/nowhere"], "No such file"),
+        (["--arm", "a=x/y", "--output", "o", "--quality", __file__], "cannot be read as JSON"),
+        (
+            ["--arm", "a=x/y", "--output", "o", "--concurrency", "1", "1"],
+            "expected each value once",
+        ),
+        (["--arm", "a=x/y", "--output", "/proc/x/o"], "cannot be written"),
+        (["--arm", "a=x/y", "--output", "/proc"], "exists; choose another"),
+        (["--arm", "a=x/y", "--output", "/proc", "--overwrite"], "is no earlier comparison"),
+        (["--render", "/nowhere"], "cannot be read as JSON"),
     ],
 )
 def test_bad_arguments(
