@@ -175,7 +175,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--summary: needs --summary-prefix and at least two arms")
     if args.summary_arm and args.summary_arm not in names[1:]:
         parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(names[1:])}")
-    check_json(parser, "--quality", args.quality, must_exist=True)
+    check_json(parser, "--quality", args.quality, must_exist=True, key="texts")
     check_json(parser, "--summary", args.summary)
     try:
         for arm in args.arm:
@@ -195,21 +195,27 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a usage error where --render cannot work."""
-    check_json(parser, "--render", args.render / "results.json", must_exist=True)
+    check_json(parser, "--render", args.render / "results.json", must_exist=True, key="cells")
     check_json(parser, "--summary", args.summary)
     if args.summary and not args.summary_prefix:
         parser.error("--summary: needs --summary-prefix")
 
 
 def check_json(
-    parser: argparse.ArgumentParser, flag: str, path: Path | None, must_exist: bool = False
+    parser: argparse.ArgumentParser,
+    flag: str,
+    path: Path | None,
+    must_exist: bool = False,
+    key: str | None = None,
 ) -> None:
-    """End with a usage error unless ``path`` holds a JSON object; before hours of measuring."""
+    """End with a usage error unless ``path`` holds a JSON object (with ``key``), not hours later."""
     if path is None or not (must_exist or path.exists()):
         return
     try:
-        if not isinstance(json.loads(path.read_text()), dict):
-            parser.error(f"{flag} {path}: expected a JSON object")
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or (key is not None and key not in found):
+            detail = f" with {key!r}" if key else ""
+            parser.error(f"{flag} {path}: expected a JSON object{detail}")
     except (OSError, ValueError) as error:
         parser.error(f"{flag} {path}: cannot be read as JSON: {error}")
 
