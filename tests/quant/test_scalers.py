@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oss_fused.errors import NumericalOverflowError, SchemeError, ShapeMismatchError
+from oss_fused.quant.formats import E4M3, E5M2, dequantize, quantize, relative_error
+from oss_fused.quant.scalers import (
+    SCALERS,
+    DynamicScaler,
+    GroupScaler,
+    PerChannelScaler,
+    choose_format,
+    choose_group_size,
+    make_scaler,
+)
+
+
+def test_dynamic_scaler_follows_a_moving_average() -> None:
+    scaler = DynamicScaler(momentum=0.5)
+    for amax in (8.0, 4.0, 4.0):
+        scaler.update(torch.tensor([[-amax, 1.0]]))
+    assert torch.equal(scaler.scale(), torch.tensor([5.0]) / 448)
+
+
+def test_per_channel_scaler_is_channel_quantisation() -> None:
+    x, scaler = torch.randn(5, 40), PerChannelScaler()
+    scaler.update(x)
+    q, scale = quantize(x, "channel")
+    assert torch.equal(scaler.scale(), scale)
+    assert torch.equal(scaler.quantize(x).float(), q.float())
+    assert torch.equal(scaler.dequantize(q), dequantize(q, scale))
+    scaler.update(0.5 * x)
+    assert torch.equal(scaler.scale(), scale)
+
+
+def test_group_scaler_quantises_each_group_as_a_row() -> None:
+    x, scaler = torch.randn(3, 64) * torch.logspace(-6, 0, 64), GroupScaler(group_size=16)
+    scaler.update(x)
+    assert scaler.scale().shape == (3, 4)
+    expected = dequantize(*quantize(x.reshape(-1, 16), "channel")).view(3, 64)
+    assert torch.equal(scaler.dequantize(scaler.quantize(x)), expected)
+    with pytest.raises(ShapeMismatchError, match="group_size=16"):
+        scaler.update(torch.randn(3, 40))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("name", SCALERS)
+def test_state_is_saved_and_restored(name: str, fmt, tmp_path) -> None:
+    x = torch.randn(4, 256)
+    scaler = make_scaler(name, fmt=fmt, margin=1.25)
+    scaler.update(x)
+    torch.save(scaler.state_dict(), tmp_path / "state.pt")
+    restored = make_scaler(name)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(restored.scale(), scaler.scale()) and restored.fmt is fmt
+    scaler.update(2 * x)
+    restored.update(2 * x)
+    assert torch.equal(restored.quantize(x).float(), scaler.quantize(x).float())
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_overflow_is_detected_and_the_scale_adjusted(name: str) -> None:
+    x = torch.randn(4, 256)
+    scaler = make_scaler(name)
+    scaler.update(x)
+    assert scaler.clip_ratio(x) == 0 and not scaler.absorb_overflow(x)
+    before = scaler.scale()
+    assert scaler.clip_ratio(4 * x) > 0 and scaler.absorb_overflow(4 * x)
+    assert scaler.clip_ratio(4 * x) == 0 and (scaler.scale() >= before).all()
+    assert relative_error(4 * x, scaler.dequantize(scaler.quantize(4 * x))) < 0.03
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_non_finite_values_are_refused_and_change_nothing(name: str) -> None:
+    x = torch.randn(4, 256)
+    scaler = make_scaler(name)
+    with pytest.raises(NumericalOverflowError, match="nothing was seen"):
+        scaler.scale()
+    scaler.update(x)
+    before, x[1, 3] = scaler.scale(), float("nan")
+    with pytest.raises(NumericalOverflowError, match="NaN or Inf"):
+        scaler.update(x)
+    assert torch.equal(scaler.scale(), before)
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_constant_and_zero_activations_have_usable_scales(name: str) -> None:
+    scaler = make_scaler(name)
+    scaler.update(torch.zeros(2, 128))
+    assert (scaler.scale() == 1).all()
+    scaler = make_scaler(name)
+    constant = torch.full((2, 128), 3.0)
+    scaler.update(constant)
+    torch.testing.assert_close(scaler.dequantize(scaler.quantize(constant)), constant)
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(SchemeError, match="scaler='row'.*dynamic, per_channel, group"):
+        make_scaler("row")
+    with pytest.raises(SchemeError, match="margin=0"):
+        make_scaler("dynamic", margin=0)
+    with pytest.raises(SchemeError, match="momentum=1"):
+        make_scaler("dynamic", momentum=1)
+    with pytest.raises(SchemeError, match="group_size=0"):
+        make_scaler("group", group_size=0)
+    with pytest.raises(SchemeError, match="expected the state of a 'group' scaler"):
+        make_scaler("group").load_state_dict(make_scaler("dynamic").state_dict())
+    scaler = make_scaler("per_channel")
+    scaler.update(torch.randn(2, 8))
+    with pytest.raises(ShapeMismatchError, match=r"expected \(2, 1\), as before"):
+        scaler.update(torch.randn(3, 8))
+
+
+def test_the_format_is_chosen_by_measured_error() -> None:
+    torch.manual_seed(0)
+    plain, error = choose_format(torch.randn(8, 64))
+    assert plain is E4M3 and 0.02 < error < 0.03
+    # powers of two over more than E4M3's range: E5M2 holds them exactly
+    wide = torch.tensor([[57344.0, *(2.0**-k for k in range(14))]])
+    assert choose_format(wide) == (E5M2, 0.0)
+    assert relative_error(wide, dequantize(*quantize(wide))) > 0
+
+
+def test_group_size_meets_the_clip_target_with_least_error() -> None:
+    torch.manual_seed(0)
+    samples = [torch.randn(64, 256) for _ in range(4)]
+    # small groups have seen few values: their scales clip more of what comes later
+    size, _, clipped = choose_group_size(samples, 0.01, [4, 16, 128], margin=1.0)
+    assert size == 128 and 0 < clipped <= 0.01
+    # where rows hold two scales of magnitude, only groups that part them keep the small values
+    spread = torch.ones(256)
+    spread[128:] = 2.0**-17
+    parted = [torch.randn(8, 256).sign() * spread for _ in range(3)]
+    assert choose_group_size(parted, 0.0, [256, 128])[:2] == (128, pytest.approx(0.0, abs=1e-6))
+    with pytest.raises(SchemeError, match=r"--clip-target=0\.0: not met.*128, clips"):
+        choose_group_size(samples, 0.0, [16, 128])
