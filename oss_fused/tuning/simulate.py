@@ -9,11 +9,19 @@ milliseconds are no measurement.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from oss_fused.bench.statistics import MIN_SAMPLES
 from oss_fused.specs import FP8GEMMInput
+from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.device import DeviceDescription
 from oss_fused.tuning.prune import estimate_resources, reason_to_skip
-from oss_fused.tuning.space import Config
+from oss_fused.tuning.result import TuningResult
+from oss_fused.tuning.space import FP8_GEMM_CONFIGS, Config
+from oss_fused.tuning.tuner import TritonAutoTuner
 
 # registers a thread needs beside its accumulators
 _OTHER_REGISTERS = 40
@@ -59,3 +67,34 @@ def simulated_gemm_ms(
     memory = traffic / (description.memory_bandwidth_gbps * 1e9)
     seconds = max(compute, memory) / (busy * hiding)
     return 1e3 * seconds + description.launch_overhead_us / 1e3
+
+
+def tune_simulated(
+    description: DeviceDescription,
+    problem: FP8GEMMInput,
+    cache: TuningCache | None = None,
+    force: bool = False,
+) -> TuningResult:
+    """Run the real search over FP8_GEMM_CONFIGS against the model of ``description``."""
+    now = 0.0
+
+    def price(codes: torch.Tensor, **config: int) -> None:
+        nonlocal now
+        now = simulated_gemm_ms(description, problem, config)
+
+    def timer(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
+        call()
+        return [now] * repeats
+
+    tuner = TritonAutoTuner(
+        price,
+        FP8_GEMM_CONFIGS,
+        warmup_runs=0,
+        benchmark_runs=MIN_SAMPLES,
+        operation="simulated_fp8_gemm",
+        cache=cache,
+        description=description,
+        timer=timer,
+    )
+    codes = torch.empty(0, dtype=torch.float8_e4m3fn)
+    return tuner.tune(codes, problem_size=problem, device="cpu", force=force)

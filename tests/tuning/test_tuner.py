@@ -15,7 +15,7 @@ from oss_fused.tuning.device import load_description
 from oss_fused.tuning.objective import KernelMetrics, Objective
 from oss_fused.tuning.prune import reason_to_skip
 from oss_fused.tuning.result import Status
-from oss_fused.tuning.simulate import simulated_gemm_ms
+from oss_fused.tuning.simulate import simulated_gemm_ms, tune_simulated
 from oss_fused.tuning.space import FP8_GEMM_CONFIGS
 from oss_fused.tuning.tuner import TritonAutoTuner, get_cached_config
 
@@ -201,39 +201,17 @@ def test_objectives_weigh_against_each_other():
     assert Objective(1, 1).score(small) < Objective(1, 1).score(quick)
 
 
-def simulated_tuner(tmp_path, name, problem):
-    description = load_description(name)
-
-    class Gemm(Simulated):
-        def __init__(self):
-            super().__init__(lambda config: simulated_gemm_ms(description, problem, config))
-
-    kernel = Gemm()
-    return tuner_of(tmp_path, kernel, FP8_GEMM_CONFIGS, description=description)
-
-
-PROBLEM = FP8GEMMInput(4096, 4096, 4096)
-CODES = torch.zeros(1).to(torch.float8_e4m3fn)
-
-
-def test_retuned_for_a_weaker_device_reaches_80_percent_of_its_best(tmp_path, monkeypatch):
-    monkeypatch.setattr(Simulated, "__call__", _price_only)
-    low = load_description("low_bw")
-    on_h200 = simulated_tuner(tmp_path, "h200", PROBLEM).tune(
-        CODES, problem_size=PROBLEM, device="cpu"
-    )
-    on_low = simulated_tuner(tmp_path, "low_bw", PROBLEM).tune(
-        CODES, problem_size=PROBLEM, device="cpu"
-    )
+def test_retuned_for_a_weaker_device_reaches_80_percent_of_its_best(tmp_path):
+    problem = FP8GEMMInput(4096, 4096, 4096)
+    low, h200 = load_description("low_bw"), load_description("h200")
+    cache = TuningCache(tmp_path / "c.json")
+    on_h200, on_low = (tune_simulated(d, problem, cache) for d in (h200, low))
     fitting = [c for c in FP8_GEMM_CONFIGS if reason_to_skip(c, low, (), 1) is None]
-    best = min(simulated_gemm_ms(low, PROBLEM, config) for config in fitting)
+    best = min(simulated_gemm_ms(low, problem, config) for config in fitting)
     assert best / on_low.metrics.latency_ms >= 0.8
     assert len(on_low.trials) < len(FP8_GEMM_CONFIGS) / 4
     # the other device's answer is refused, or slower: retuning is what earns the figure
     if reason_to_skip(on_h200.best_config, low, (), 1) is None:
-        assert simulated_gemm_ms(low, PROBLEM, on_h200.best_config) > on_low.metrics.latency_ms
-
-
-def _price_only(self, x, **config):
-    self.now = self.cost(config)
-    return x
+        assert simulated_gemm_ms(low, problem, on_h200.best_config) > on_low.metrics.latency_ms
+    # and the cache keeps the two devices apart
+    assert len(cache.entries()) == 2

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Tune kernels on this machine's GPU, or look after the cache of what was found.
+
+    python scripts/tune.py matmul --sizes 4096x4096x4096 8192x8192x8192 --output tuning.json
+    python scripts/tune.py fp8_gemm --sizes 1024x4096x4096 --memory 0.5
+    python scripts/tune.py simulate --device low_bw --sizes 4096x4096x4096
+    python scripts/tune.py --list
+    python scripts/tune.py --merge other-machine.json
+
+Exit codes: 0 ok, 1 no config works or no GPU, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from oss_fused.bench.environment import fingerprint
+from oss_fused.errors import OssFusedError
+from oss_fused.specs import FP8GEMMInput
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.device import load_description
+from oss_fused.tuning.objective import Objective
+from oss_fused.tuning.result import TuningResult
+from oss_fused.tuning.simulate import tune_simulated
+from oss_fused.tuning.targets import TARGETS, MatmulProblem, get_target
+from oss_fused.tuning.tuner import TritonAutoTuner
+
+
+def sizes(text: str) -> tuple[int, int, int]:
+    """``MxNxK`` as three positive numbers."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected MxNxK, e.g. 4096x4096x4096")
+    m, n, k = (int(part) for part in parts)
+    return m, n, k
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="?", choices=(*TARGETS, "simulate"), help="what to tune")
+    parser.add_argument("--sizes", nargs="+", type=sizes, metavar="MxNxK", help="problem sizes")
+    parser.add_argument("--device", default="cuda:0", help="GPU; for simulate a description")
+    parser.add_argument("--cache", type=Path, help="cache file (default: the user's)")
+    parser.add_argument("--force", action="store_true", help="tune even what the cache has")
+    parser.add_argument("--exhaustive", action="store_true", help="try every config")
+    parser.add_argument("--warmup-runs", type=int, default=10)
+    parser.add_argument("--benchmark-runs", type=int, default=100)
+    parser.add_argument("--memory", type=float, default=0.0, help="weight of peak memory")
+    parser.add_argument("--energy", type=float, default=0.0, help="weight of NVML energy")
+    parser.add_argument("--output", type=Path, help="JSON of configs, metrics and gains")
+    parser.add_argument("--list", action="store_true", help="print what the cache holds")
+    parser.add_argument("--merge", type=Path, help="take over new and better entries of a file")
+    args = parser.parse_args(argv)
+    if args.target and not args.sizes:
+        parser.error("--sizes: expected at least one MxNxK")
+    if not (args.target or args.list or args.merge):
+        parser.error("expected a target, --list or --merge")
+    return args
+
+
+def tune(args: argparse.Namespace, size: tuple[int, int, int]) -> TuningResult:
+    """Tune one size of the chosen target."""
+    cache = TuningCache(args.cache)
+    if args.target == "simulate":
+        return tune_simulated(load_description(args.device), FP8GEMMInput(*size), cache, args.force)
+    target = get_target(args.target)
+    problem = MatmulProblem(*size) if args.target == "matmul" else FP8GEMMInput(*size)
+    import torch
+
+    tuner = TritonAutoTuner(
+        target.function,
+        target.space,
+        args.warmup_runs,
+        args.benchmark_runs,
+        operation=args.target,
+        reference=target.reference,
+        tolerance=target.tolerance,
+        objective=Objective(1.0, args.memory, args.energy),
+        cache=cache,
+        exhaustive=args.exhaustive,
+        progress=sys.stderr.isatty(),
+    )
+    device = torch.device(args.device)
+    return tuner.tune(
+        *target.arguments(problem, device),
+        problem_size=problem,
+        device=device,
+        force=args.force,
+        default=target.default,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    args = parse(argv)
+    cache = TuningCache(args.cache)
+    found: list[dict[str, Any]] = []
+    try:
+        if args.merge:
+            if not args.merge.is_file():
+                raise ValueError(f"--merge {args.merge}: no such file")
+            print(f"{cache.merge(args.merge)} entries taken into {cache.path}", file=sys.stderr)
+        for size in args.sizes or []:
+            result = tune(args, size)
+            print(result.summary(), file=sys.stderr)
+            found.append(
+                {
+                    "key": result.key,
+                    "config": result.best_config,
+                    "metrics": result.metrics.to_dict(),
+                    "gain": result.gain,
+                }
+            )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OssFusedError, RuntimeError, AssertionError) as error:
+        # torch raises an AssertionError where it was built without CUDA
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.list:
+        for name, entry in sorted(cache.entries().items()):
+            config = " ".join(f"{key}={value}" for key, value in entry.config.items())
+            print(f"{name}: {entry.metrics.get('latency_ms')} ms with {config}", file=sys.stderr)
+    if args.output:
+        document = {"environment": fingerprint(), "results": found}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""The tutorial's matrix products, the tuner on a real Triton kernel, and scripts/tune.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from oss_fused.bench.accuracy import check_accuracy
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.triton import tutorial_matmul as steps
+from oss_fused.specs import FP8GEMMInput
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.result import Status
+from oss_fused.tuning.targets import get_target
+from oss_fused.tuning.tuner import TritonAutoTuner
+
+PLAIN = [steps.matmul_v0, steps.matmul_v1, steps.matmul_v2, steps.matmul_v3]
+SHAPES = [(1, 1, 1), (17, 33, 65), (64, 128, 32)]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune.py"
+spec = importlib.util.spec_from_file_location("tune", SCRIPT)
+tune = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tune)
+
+
+def operands(m, n, k, dtype, device):
+    generator = torch.Generator().manual_seed(m)
+    a = torch.randn(m, k, generator=generator).to(dtype).to(device)
+    b = torch.randn(n, k, generator=generator).to(dtype).to(device)
+    return a, b.t()
+
+
+@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_step_is_the_product(function, shape, dtype, device):
+    a, b = operands(*shape, dtype, device)
+    for layout in (b, b.contiguous()):
+        result = check_accuracy(function(a, layout).cpu(), (a.double() @ b.double()).cpu())
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_epilogue_is_bias_and_silu(shape, device):
+    a, b = operands(*shape, torch.float32, device)
+    bias = torch.randn(shape[1], device=device)
+    expected = torch.nn.functional.silu(a.double() @ b.double() + bias.double())
+    assert check_accuracy(steps.matmul_v4(a, b, bias).cpu(), expected.cpu()).passed
+    with pytest.raises(ShapeMismatchError, match="bias"):
+        steps.matmul_v4(a, b, bias[:0])
+
+
+def test_nothing_to_multiply_and_bad_operands(device):
+    empty = torch.empty(0, 4, device=device)
+    four = torch.ones(4, 3, device=device)
+    for function in PLAIN:
+        assert function(empty, four).shape == (0, 3)
+        assert (function(torch.ones(2, 0, device=device), four[:0]) == 0).all()
+        with pytest.raises(ShapeMismatchError, match=r"a\.shape=\(4, 3\)"):
+            function(four, four)
+        with pytest.raises(UnsupportedDtypeError, match=r"b\.dtype"):
+            function(four.t(), four.half())
+
+
+def test_tuner_on_a_real_kernel_rejects_the_wrong_and_keeps_the_right(tmp_path, device):
+    a, b = operands(32, 32, 64, torch.float32, device)
+
+    def sometimes_wrong(a, b, BLOCK_K):
+        out = steps.matmul_v3(a, b, 16, 16, BLOCK_K, num_warps=4, num_stages=1)
+        return out * 1.01 if BLOCK_K == 64 else out
+
+    tuner = TritonAutoTuner(
+        sometimes_wrong,
+        {"BLOCK_K": (16, 32, 64)},
+        warmup_runs=0,
+        benchmark_runs=20,
+        reference=torch.mm,
+        cache=TuningCache(tmp_path / "c.json"),
+        exhaustive=True,
+    )
+    result = tuner.tune(a, b, problem_size=FP8GEMMInput(32, 32, 64), device=device)
+    assert result.count(Status.WRONG) == 1 and result.count(Status.OK) == 2
+    assert result.best_config["BLOCK_K"] in (16, 32)
+    assert result.metrics.throughput_tflops > 0 and result.metrics.bandwidth_gbps > 0
+
+
+@pytest.mark.parametrize("name", ["matmul", "fp8_gemm"])
+def test_targets_default_is_right_and_in_their_space(name, device):
+    target = get_target(name)
+    assert target.default in target.space
+    problem = FP8GEMMInput(48, 64, 64)
+    arguments = target.arguments(problem, device)
+    actual = target.function(*arguments, **target.default)
+    expected = target.reference(*arguments)
+    assert check_accuracy(actual.cpu(), expected.cpu(), target.tolerance).passed
+    with pytest.raises(ValueError, match="target='conv'"):
+        get_target("conv")
+
+
+def test_command_simulates_lists_and_merges(tmp_path, capsys):
+    cache, out = tmp_path / "c.json", tmp_path / "out" / "r.json"
+    args = ["simulate", "--device", "low_bw", "--sizes", "512x512x512", "--cache", str(cache)]
+    assert tune.main([*args, "--output", str(out)]) == 0
+    (found,) = json.loads(out.read_text())["results"]
+    assert found["config"]["BLOCK_M"] and "simulated" in found["key"]
+    other = tmp_path / "other.json"
+    assert tune.main(["--merge", str(cache), "--list", "--cache", str(other)]) == 0
+    err = capsys.readouterr().err
+    assert "1 entries taken" in err and "512x512x512" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["simulate", "--device", "h300", "--sizes", "8x8x8"], 2, "h300"),
+        (["--merge", "nowhere.json"], 2, "nowhere.json"),
+    ],
+)
+def test_command_names_bad_input(args, code, words, capsys, tmp_path):
+    assert tune.main([*args, "--cache", str(tmp_path / "c.json")]) == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["matmul"], ["matmul", "--sizes", "8x8"]])
+def test_command_usage_errors(args, capsys):
+    with pytest.raises(SystemExit) as caught:
+        tune.main(args)
+    assert caught.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_command_without_a_gpu_fails_clearly(tmp_path, capsys):
+    args = ["matmul", "--sizes", "64x64x64", "--cache", str(tmp_path / "c.json")]
+    assert tune.main(args) == 1
+    assert "error:" in capsys.readouterr().err
