@@ -9,8 +9,8 @@ from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.registry import get_kernel
 
 FP8 = torch.float8_e4m3fn
-# one rounding to the output format, plus float32 sums in another order
-TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 1e-5}
+# one rounding to the output format; float32: what the tensor cores' own accumulator drops
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-4}
 
 
 def operands(m, n, k, device, rows=True, seed=0):

@@ -23,25 +23,28 @@ from oss_fused.kernels.validation import (
 FP8_MAX = 448.0
 # below this the reciprocal of a scale would overflow float32
 MIN_SCALE = 2.0**-126
+INF = float("inf")
 
 
 def scale_of_amax(amax: torch.Tensor) -> torch.Tensor:
     """Dequantisation multiplier of a float32 ``amax``; NaN and Inf stay non-finite."""
-    # a tensor divisor: with a Python number a GPU multiplies by the rounded reciprocal
-    scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_(min=MIN_SCALE)
+    # with a Python number as divisor a GPU multiplies by the rounded reciprocal
+    divisor = torch.full_like(amax, FP8_MAX) if amax.is_cuda else FP8_MAX
+    scale = (amax / divisor).clamp_(min=MIN_SCALE)
     return scale.masked_fill_(amax == 0, 1.0)
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of ``x`` [R, C] and their scale: per row [R, 1] when ``scale`` is None."""
-    x32 = x.float()
     if scale is None:
         if x.shape[1] == 0:
             scale = torch.ones(x.shape[0], 1, device=x.device)
         else:
-            scale = scale_of_amax(x32.abs().amax(-1, keepdim=True))
-        scaled = x32 * scale.reciprocal()
+            amax = torch.linalg.vector_norm(x, INF, -1, keepdim=True, dtype=torch.float32)
+            scale = scale_of_amax(amax)
+        scaled = x.float() * scale.reciprocal()
     else:
+        x32 = x.float()
         scaled = x32 * scale.reciprocal()
         # a static scale would clip an infinity into a plausible 448
         scaled = scaled.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(x32.isinf(), float("nan"))
