@@ -40,7 +40,7 @@ class MoEConfig:
 
 
 def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
-    """Deterministic choice from the mean number of pairs an expert gets.
+    """Deterministic choice from the mean number of pairs an expert gets, measured on an H200.
 
     Args:
         pairs: T * top_k.
@@ -49,14 +49,20 @@ def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
     """
     mean = pairs / experts
     if fp8:
-        return MoEConfig(128 if mean > 64 else 64, Tile(1, 1, 3), Tile(1, 1, 3), False)
+        wide = Tile(2, 1, 3)
+        narrow = Tile(1, 1, 3)
+        return (
+            MoEConfig(128, narrow, narrow, False) if mean > 48 else MoEConfig(32, wide, wide, False)
+        )
     if mean <= 4:
-        # few row groups in all: shares of K keep every multiprocessor busy
-        shares = 4 if pairs <= 8 else 2 if pairs <= 32 else 1
-        return MoEConfig(8, Tile(1, 1, 6), Tile(1, 1, 4, shares), True)
+        # few programs in all: long steps for w13, shares of K for w2
+        depth = 4 if pairs <= 4 else 2
+        return MoEConfig(8, Tile(1, depth, 3), Tile(1, 1, 4, 4 if pairs <= 16 else 1), True)
     if mean <= 12:
         return MoEConfig(16, Tile(2, 1, 4), Tile(1, 1, 4), True)
-    return MoEConfig(32, Tile(2, 1, 3), Tile(1, 1, 3), False)
+    if mean <= 48:
+        return MoEConfig(32, Tile(2, 1, 3), Tile(1, 1, 4) if mean <= 24 else Tile(2, 1, 3), False)
+    return MoEConfig(128, Tile(1, 1, 3), Tile(1, 1, 3), False)
 
 
 def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
