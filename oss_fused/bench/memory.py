@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: MIT
+"""Does a function keep memory? Bytes held by live tensors, before and after many calls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def live_tensor_bytes(device: torch.device) -> int:
+    """Bytes of the distinct storages that live tensors on ``device`` hold."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    storages: dict[int, int] = {}
+    for item in gc.get_objects():
+        # type(), not isinstance: the collector also holds lazy proxies that import when asked
+        if issubclass(type(item), torch.Tensor) and item.device == device:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def leaked_bytes(
+    fn: Callable[[], Any], device: torch.device | str = "cpu", calls: int = 1000
+) -> int:
+    """Growth of live tensor memory over ``calls`` calls of ``fn``, results dropped.
+
+    A few calls go first, so that caches and constants that a function keeps for good do not count.
+
+    Raises:
+        ValueError: ``calls`` is below 1.
+    """
+    if calls < 1:
+        raise ValueError(f"calls={calls}: expected at least 1")
+    device = torch.device(device)
+    for _ in range(3):
+        fn()
+    before = live_tensor_bytes(device)
+    for _ in range(calls):
+        fn()
+    return live_tensor_bytes(device) - before

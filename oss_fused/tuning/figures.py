@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: MIT
+"""The library's figures: norm bandwidth, matmul steps, tuning gain, door overhead."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from oss_fused.bench.accuracy import check_accuracy
+from oss_fused.bench.environment import fingerprint
+from oss_fused.bench.measure import host_overhead_us, time_calls, warm_up
+from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.bench.suite import BenchmarkSuite
+from oss_fused.functional import fused_rmsnorm_rope
+from oss_fused.kernels.registry import default_backend, get_kernel
+from oss_fused.specs import RMSNormRoPEInput
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.targets import MatmulProblem, get_target
+from oss_fused.tuning.tuner import TritonAutoTuner
+
+
+def norm_figures(
+    device: torch.device, seq_len: int, hidden_dims: Sequence[int], compiled: bool
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Smallest bandwidth share and speed-ups of ``fused_rmsnorm_rope``, with the suite's rows."""
+    suite = BenchmarkSuite(device=device, compile_baseline=compiled)
+    rows = suite.benchmark_rmsnorm_rope((1,), (seq_len,), hidden_dims)
+    bad = [row for row in rows if row.latency_ms is None]
+    if bad:
+        raise RuntimeError(f"{bad[0].name}: {bad[0].status}: {bad[0].message}")
+    by_problem: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_problem.setdefault(row.problem, {})[row.implementation] = row.latency_ms or 0.0
+    ours = [row for row in rows if row.implementation == "oss_fused"]
+    found = {
+        "library.rmsnorm_rope.bandwidth_min": min(r.bandwidth_utilization or 0.0 for r in ours),
+        "library.rmsnorm_rope.speedup_eager_min": min(
+            times["pytorch"] / times["oss_fused"] for times in by_problem.values()
+        ),
+    }
+    if compiled:
+        found["library.rmsnorm_rope.speedup_compile_min"] = min(
+            times["pytorch compiled"] / times["oss_fused"] for times in by_problem.values()
+        )
+    return found, suite.results()
+
+
+def matmul_steps(
+    device: torch.device, size: int, max_rounds: int = 5
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median ms of every step of docs/matmul-in-steps.md and of its cuBLAS counterpart."""
+    from oss_fused.kernels.triton import tutorial_matmul as steps
+
+    made = MatmulProblem(size, size, size).make(device)
+    a, b = made["a"], made["b"].contiguous()
+    bias = torch.ones(size, dtype=a.dtype, device=device)
+    product = a.float() @ b.float()
+    calls = {
+        "v0": (lambda: steps.matmul_v0(a, b), product),
+        "v1": (lambda: steps.matmul_v1(a, b), product),
+        "v2": (lambda: steps.matmul_v2(a, b), product),
+        "v3": (lambda: steps.matmul_v3(a, b), product),
+        "v4": (lambda: steps.matmul_v4(a, b, bias), F.silu(product + 1)),
+        "cublas": (lambda: a @ b, product),
+        "cublas+bias+silu": (lambda: F.silu(a @ b + bias), F.silu(product + 1)),
+    }
+    times = {}
+    for name, (call, expected) in calls.items():
+        verdict = check_accuracy(call(), expected)
+        if not verdict.passed:
+            raise RuntimeError(f"matmul {name}: {verdict.reason}")
+        warm_up(call, 3, device)
+        sampler = functools.partial(time_calls, call, device=device)
+        times[name] = collect(sampler, MIN_SAMPLES, max_rounds)[1].p50
+    return {"library.matmul_v3.fraction_of_cublas": times["cublas"] / times["v3"]}, times
+
+
+def tuning_gain(
+    device: torch.device, size: int, cache: TuningCache
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Gain of the tuned matmul over v2's config at ``size``."""
+    target, problem = get_target("matmul"), MatmulProblem(size, size, size)
+    tuner = TritonAutoTuner(
+        target.function,
+        target.space,
+        warmup_runs=3,
+        benchmark_runs=MIN_SAMPLES,
+        operation="matmul",
+        reference=target.reference,
+        tolerance=target.tolerance,
+        cache=cache,
+        compile_workers=8,
+    )
+    result = tuner.tune(
+        *target.arguments(problem, device),
+        problem_size=problem,
+        device=device,
+        force=True,
+        default=target.default,
+    )
+    detail = {
+        "key": result.key,
+        "config": result.best_config,
+        "metrics": result.metrics.to_dict(),
+        "trials": [[t.config, t.status.value, t.message[:200]] for t in result.trials],
+    }
+    return {"library.tuning.gain": result.gain or 0.0}, detail
+
+
+def door_overhead(device: torch.device) -> dict[str, float]:
+    """Host microseconds that the public function adds to the kernel's own launcher."""
+    args = RMSNormRoPEInput(1, 1, 64, 64).make(device)
+    launcher = get_kernel(default_backend(device), "rmsnorm_rope")
+    with torch.inference_mode():
+        door = host_overhead_us(lambda: fused_rmsnorm_rope(**args), 500)
+        raw = host_overhead_us(lambda: launcher(*args.values(), 1e-6), 500)
+    return {"library.door_overhead_us": door - raw}
+
+
+def write_figures(folder: Path, figures: dict[str, float], detail: dict[str, Any]) -> None:
+    """Write ``library.json`` with everything, and merge the figures into ``summary.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"environment": fingerprint(), "figures": figures, **detail}
+    (folder / "library.json").write_text(json.dumps(document, indent=1) + "\n")
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    summary |= {name: {"value": value, "file": "library.json"} for name, value in figures.items()}
+    temporary = path.with_name(f".summary.{os.getpid()}")
+    temporary.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Measure the library's figures and write them with their environment.
+
+RMSNorm+RoPE against copy bandwidth, eager PyTorch and torch.compile; the steps of
+docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the overhead of the Python door.
+Writes FOLDER/library.json and merges the figures into FOLDER/summary.json.
+
+    python scripts/bench_library.py --output docs/results/h200
+    TRITON_INTERPRET=1 python scripts/bench_library.py --device cpu --rehearse --output /tmp/out
+
+Exit codes: 0 ok, 1 a kernel was wrong or failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from oss_fused.errors import OssFusedError
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.figures import (
+    door_overhead,
+    matmul_steps,
+    norm_figures,
+    tuning_gain,
+    write_figures,
+)
+
+PARTS = ("norm", "matmul", "tuning", "door")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes: proves the way only")
+    args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("--device: no GPU here; --device cpu --rehearse needs none")
+    if args.rehearse and "tuning" in args.parts and not args.device.startswith("cuda"):
+        # hundreds of configs under the interpreter take hours
+        args.parts.remove("tuning")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; returns the exit code."""
+    args = parse(argv)
+    device = torch.device(args.device)
+    figures: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+    size, rounds = (8, 1) if args.rehearse else (4096, 5)
+    try:
+        if "norm" in args.parts:
+            hidden = (64, 128) if args.rehearse else (2048, 4096, 8192)
+            compiled = device.type == "cuda"
+            found, detail["norm"] = norm_figures(
+                device, 8 if args.rehearse else 8192, hidden, compiled
+            )
+            figures |= found
+        if "matmul" in args.parts:
+            found, detail["matmul_ms"] = matmul_steps(device, size, rounds)
+            figures |= found
+        if "door" in args.parts:
+            figures |= door_overhead(device)
+        if "tuning" in args.parts:
+            cache = TuningCache(args.output / "tuning_cache.json")
+            found, detail["tuning"] = tuning_gain(device, size, cache)
+            figures |= found
+    except (OssFusedError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        # what was measured before a failure is worth keeping
+        if figures:
+            write_figures(args.output, figures, detail)
+    for name, value in figures.items():
+        print(f"{name}: {value:.4g}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

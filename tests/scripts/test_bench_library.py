@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: MIT
+"""scripts/bench_library.py in rehearsal: the whole way at tiny sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_library.py"
+spec = importlib.util.spec_from_file_location("bench_library", SCRIPT)
+bench_library = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench_library)
+
+
+def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
+    (tmp_path / "summary.json").write_text('{"serving.tokens": 5}')
+    args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
+    assert bench_library.main([*args, "--parts", "norm", "matmul", "door"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.pop("serving.tokens") == 5
+    assert {
+        "library.rmsnorm_rope.bandwidth_min",
+        "library.rmsnorm_rope.speedup_eager_min",
+        "library.matmul_v3.fraction_of_cublas",
+        "library.door_overhead_us",
+    } <= summary.keys()
+    assert all(isinstance(item["value"], float) for item in summary.values())
+    detail = json.loads((tmp_path / "library.json").read_text())
+    assert set(detail["matmul_ms"]) >= {"v0", "v1", "v2", "v3", "v4", "cublas"}
+    assert detail["environment"]["versions"]
+
+
+def test_a_wrong_kernel_is_an_error_and_keeps_what_was_measured(tmp_path, device, monkeypatch):
+    from oss_fused.kernels.triton import tutorial_matmul
+
+    monkeypatch.setattr(tutorial_matmul, "matmul_v0", lambda a, b: a @ b * 1.1)
+    monkeypatch.setattr(bench_library, "norm_figures", lambda *a: ({"library.x": 1.0}, {}))
+    args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
+    assert bench_library.main([*args, "--parts", "norm", "matmul"]) == 1
+    assert list(json.loads((tmp_path / "summary.json").read_text())) == ["library.x"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_the_usage_error_says_how(capsys, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        bench_library.main(["--output", str(tmp_path)])
+    assert caught.value.code == 2 and "--device cpu --rehearse" in capsys.readouterr().err
