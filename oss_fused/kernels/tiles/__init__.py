@@ -18,6 +18,9 @@ import torch
 # a kernel is compiled once per bucket; the number of rows inside one is a run-time argument
 ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
+# multiprocessors of an H200: up to so many tiles each has one for itself
+_WAVE = 132
+
 
 def row_bucket(rows: int) -> int:
     """Smallest bucket that holds ``rows``; the last one beyond that."""
@@ -36,17 +39,19 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+@functools.cache
+def lookup(device: torch.device, operation: str, key: str) -> dict[str, Any] | None:
+    """Entry ``key`` of the device's table for ``operation``, or None."""
+    return load_table(_device_name(device)).get(operation, {}).get(key)
+
+
 def gemm_tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
     """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K]."""
-    return _gemm_tile(device, row_bucket(m), n, k)
+    bucket = row_bucket(m)
+    return lookup(device, "fp8_gemm", f"{bucket}x{n}x{k}") or gemm_rule(bucket, n, k)
 
 
 @functools.cache
-def _gemm_tile(device: torch.device, bucket: int, n: int, k: int) -> dict[str, Any]:
-    table = load_table(_device_name(device)).get("fp8_gemm", {})
-    return table.get(f"{bucket}x{n}x{k}") or gemm_rule(bucket, n, k)
-
-
 def gemm_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
     """The tile of a shape that no table has; measured best on average over an H200's shapes."""
     if k % 16:
@@ -54,9 +59,18 @@ def gemm_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
     if bucket <= 2:
         return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}
     if bucket <= 64:
-        return {"kernel": "swap", "block_m": max(bucket, 16)}
+        return {"kernel": "swap", "block_m": max(bucket, 16), **_swap_pipeline(bucket, n, k)}
     if bucket <= 128:
         return {"kernel": "swap", "block_m": 128, "num_stages": 4}
     if bucket <= 1024:
-        return {"kernel": "large", "block_n": 128, "num_stages": 5}
-    return {"kernel": "large"}
+        return {"kernel": "large", "block_n": 128, "num_stages": 4, "num_warps": 4}
+    return {"kernel": "large", "group_m": 4}
+
+
+def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:
+    """Depth of the weight pipeline: as many bytes in flight as shared memory holds."""
+    if n > 64 * _WAVE:
+        return {"block_n": 128, "num_stages": 4 if bucket == 64 else 3, "num_warps": 8}
+    if k % 512 == 0 and bucket <= 32:
+        return {"block_k": 512, "num_stages": 4 if bucket == 32 else 5}
+    return {"num_stages": 6 if bucket == 64 else 5}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from oss_fused.errors import ShapeMismatchError
@@ -22,7 +24,12 @@ from oss_fused.kernels.validation import (
     check_scale,
 )
 
-_KERNELS = {"gemv": gemm_gemv, "swap": gemm_swap, "large": gemm_large, "tile": gemm_tile}
+_KERNELS: dict[str, Callable[..., None]] = {
+    "gemv": gemm_gemv,
+    "swap": gemm_swap,
+    "large": gemm_large,
+    "tile": gemm_tile,
+}
 
 # up to so many rows one launch that quantises in every CTA beats two
 FUSED_ROWS = 2

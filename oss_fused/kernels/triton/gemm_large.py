@@ -9,13 +9,12 @@ Triton 3.6's warp specialisation compiles this loop but hangs on Hopper, so it i
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from oss_fused.kernels.triton.launch import multiprocessors
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 
 
@@ -85,13 +84,6 @@ def _gemm_large_kernel(
         _store_tile(acc, offs_m, offs_n, a_scale, b_scale, bias, out, m, n, A_ROWS, B_ROWS)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def gemm_large(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -110,7 +102,7 @@ def gemm_large(
     m, k = a.shape
     n = b.shape[0]
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    _gemm_large_kernel[(min(tiles, _multiprocessors(a.device)),)](
+    _gemm_large_kernel[(min(tiles, multiprocessors(a.device)),)](
         TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k]),
         TensorDescriptor(b, list(b.shape), list(b.stride()), [block_n, block_k]),
         a_scale,

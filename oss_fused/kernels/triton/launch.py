@@ -37,3 +37,11 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or INTERPRETED.value:
         return {}
     return {"launch_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from oss_fused.kernels import tiles
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, dot_fp8, round_to
 from oss_fused.kernels.triton.quantize import quantize_fp8
@@ -123,7 +124,7 @@ def gated_mlp(
         gate_scale, up_scale = gate_scale.expand(n, 1), up_scale.expand(n, 1)
         if channels:
             gate_scale, up_scale = gate_scale.contiguous(), up_scale.contiguous()
-    config = _config(rows)
+    config = _config(rows, n)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     weights = [gate_weight.contiguous(), up_weight.contiguous()]
     m = rows.shape[0]
@@ -155,11 +156,16 @@ def gated_mlp(
     return out
 
 
-def _config(rows: torch.Tensor) -> dict[str, int]:
+def _config(rows: torch.Tensor, n: int) -> dict[str, int]:
     """Tile sizes for ``rows`` [T, H]: BLOCK_K is 128 bytes of an operand's row."""
+    m, k = rows.shape
+    key = f"{tiles.row_bucket(m)}x{n}x{k}"
+    known = tiles.lookup(rows.device, "gated_mlp", key) if rows.element_size() == 1 else None
+    if known is not None:
+        return known
     block_k = 128 // rows.element_size()
-    if rows.shape[0] <= 64:
-        block_m = max(16, triton.next_power_of_2(rows.shape[0]))
+    if m <= 64:
+        block_m = max(16, triton.next_power_of_2(m))
         return {
             "BLOCK_M": block_m,
             "BLOCK_N": 64,
@@ -172,5 +178,5 @@ def _config(rows: torch.Tensor) -> dict[str, int]:
         "BLOCK_N": 128,
         "BLOCK_K": block_k,
         "num_warps": 8,
-        "num_stages": 4,
+        "num_stages": 3,
     }

@@ -2,8 +2,8 @@
 """RMSNorm + rotary embedding of whole rows, in one launch.
 
 x [B, S, H], weight [H], cos and sin [S, D]: y = x * rsqrt(mean(x^2) + eps) * weight, and for
-each head of D values out = y * cos + rotate_half(y) * sin. One CTA a row, both halves of its heads
-in registers; the intermediate never leaves them.
+each head of D values out = y * cos + rotate_half(y) * sin. A CTA holds both halves of a
+row's heads in registers; the intermediate never leaves them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels import tiles
+from oss_fused.kernels.triton.launch import (
+    multiprocessors,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import check_rmsnorm_rope
 
 
-@triton.jit(do_not_specialize=["sequence"])
+@triton.jit(do_not_specialize=["rows", "sequence"])
 def _rmsnorm_rope_kernel(
     x,
     weight,
     cos,
     sin,
     out,
+    rows,
     sequence,
     heads,
     half,
@@ -34,36 +41,51 @@ def _rmsnorm_rope_kernel(
     eps,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     start_next()
-    row = tl.program_id(0).to(tl.int64)
-    token = row % sequence
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     mask = (head < heads) & (lane < half)
     left = head * (2 * half) + lane
     right = left + half
-    gain_left = tl.load(weight + left, mask=mask, other=0.0).to(tl.float32)
-    gain_right = tl.load(weight + right, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs()
-    source = x + (row // sequence) * stride_batch + token * stride_token
-    x_left = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
-    x_right = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
     in_half = lane < half
-    cos += token * stride_cos
-    sin += token * stride_sin
-    cos_left = tl.load(cos + lane, mask=in_half, other=0.0).to(tl.float32)
-    cos_right = tl.load(cos + half + lane, mask=in_half, other=0.0).to(tl.float32)
-    sin_left = tl.load(sin + lane, mask=in_half, other=0.0).to(tl.float32)
-    sin_right = tl.load(sin + half + lane, mask=in_half, other=0.0).to(tl.float32)
-    total = tl.sum(tl.sum(x_left * x_left + x_right * x_right, 1), 0)
-    rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
-    y_left = x_left * rstd * gain_left
-    y_right = x_right * rstd * gain_right
     dtype: tl.constexpr = out.dtype.element_ty
-    target = out + row * (heads * 2 * half)
-    tl.store(target + left, round_to(y_left * cos_left - y_right * sin_left, dtype), mask=mask)
-    tl.store(target + right, round_to(y_right * cos_right + y_left * sin_right, dtype), mask=mask)
+    gain_left = tl.load(weight + left, mask=mask, other=0.0)
+    gain_right = tl.load(weight + right, mask=mask, other=0.0)
+    wait_for_inputs()
+    # added after the divisions, which cost much more in 64 bits than in 32
+    wide = tl.program_id(0).to(tl.int64) * 0
+    # the rows ahead are on their way to shared memory while this one is computed
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        source = x + (row // sequence + wide) * stride_batch
+        source += (row % sequence + wide) * stride_token
+        x_left = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
+        x_right = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
+        token = row % sequence + wide
+        cos_row = cos + token * stride_cos
+        sin_row = sin + token * stride_sin
+        cos_left = tl.load(cos_row + lane, mask=in_half, other=0.0).to(tl.float32)
+        cos_right = tl.load(cos_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
+        sin_left = tl.load(sin_row + lane, mask=in_half, other=0.0).to(tl.float32)
+        sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
+        total = tl.sum(tl.sum(x_left * x_left + x_right * x_right, 1), 0)
+        rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
+        y_left = x_left * rstd * gain_left.to(tl.float32)
+        y_right = x_right * rstd * gain_right.to(tl.float32)
+        target = out + (row + wide) * (heads * 2 * half)
+        out_left = y_left * cos_left - y_right * sin_left
+        out_right = y_right * cos_right + y_left * sin_right
+        tl.store(target + left, round_to(out_left, dtype), mask=mask)
+        tl.store(target + right, round_to(out_right, dtype), mask=mask)
+
+
+def _config(device: torch.device, heads: int, half: int) -> dict[str, int]:
+    """Warps of a CTA, CTAs for each multiprocessor, rows in flight in each CTA."""
+    known = tiles.lookup(device, "rmsnorm_rope", f"{heads}x{half}")
+    if known is not None:
+        return known
+    return {"num_warps": min(max(heads * half // 256, 1), 16), "ctas": 4, "stages": 3}
 
 
 def rmsnorm_rope(
@@ -81,12 +103,15 @@ def rmsnorm_rope(
     half = cos.shape[1] // 2
     heads = hidden // cos.shape[1]
     head_block, half_block = triton.next_power_of_2(heads), triton.next_power_of_2(half)
-    _rmsnorm_rope_kernel[(batch * sequence,)](
+    rows = batch * sequence
+    config = _config(x.device, head_block, half_block)
+    _rmsnorm_rope_kernel[(min(rows, config["ctas"] * multiprocessors(x.device)),)](
         x,
         weight.contiguous(),
         cos,
         sin,
         out,
+        rows,
         sequence,
         heads,
         half,
@@ -97,7 +122,8 @@ def rmsnorm_rope(
         eps,
         HEADS=head_block,
         HALF=half_block,
-        num_warps=min(max(head_block * half_block // 512, 1), 16),
+        STAGES=config["stages"],
+        num_warps=config["num_warps"],
         **pdl_options(x.device),
     )
     return out

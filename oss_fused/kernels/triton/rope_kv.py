@@ -158,6 +158,11 @@ def _rope_kv_kernel(
         )  # fmt: skip
 
 
+def _config(tokens: int, pairs: int) -> tuple[int, int]:
+    """Heads of a CTA, and its warps: one warp with 1024 pairs where tokens fill the machine."""
+    return (4, 1) if tokens <= _FEW_TOKENS else (max(1024 // pairs, 1), 1)
+
+
 def rope_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -190,7 +195,7 @@ def rope_kv(
     rotary = cos_sin_cache.shape[1]
     pairs = triton.next_power_of_2(rotary // 2)
     total_heads = num_heads + 2 * kv_heads
-    heads = 4 if tokens <= _FEW_TOKENS else min(triton.next_power_of_2(total_heads), 32)
+    heads, num_warps = _config(tokens, pairs)
     _rope_kv_kernel[(tokens, triton.cdiv(total_heads, heads))](
         qkv,
         positions,
@@ -219,7 +224,7 @@ def rope_kv(
         HEADS=heads,
         PAIRS=pairs,
         REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
-        num_warps=1 if tokens <= _FEW_TOKENS else 4,
+        num_warps=num_warps,
         **pdl_options(qkv.device),
     )
     return q
