@@ -208,7 +208,7 @@ def check_json(
     must_exist: bool = False,
     key: str | None = None,
 ) -> None:
-    """End with a usage error unless ``path`` holds a JSON object (with ``key``), not hours later."""
+    """End with a usage error, now and not hours later, unless ``path`` holds a JSON object."""
     if path is None or not (must_exist or path.exists()):
         return
     try:

@@ -22,6 +22,7 @@ from oss_fused.bench import evaluate, report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
 from oss_fused.bench.environment import fingerprint, has_gpu
 from oss_fused.bench.folder import writable, write_json
+from oss_fused.bench.needle import make_needles
 from oss_fused.bench.processes import Terminated
 from oss_fused.errors import OssFusedError
 
@@ -31,7 +32,8 @@ def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
     arms = check(parser, args)
-    task = evaluate.Task(args.text, args.window, args.max_tokens, args.top_logprobs)
+    needles = make_needles(args.needle)
+    task = evaluate.Task(args.text, args.window, args.max_tokens, args.top_logprobs, needles)
     scorer = evaluate.Scorer(task, has_gpu(), args.engine_flags, args.cache)
     environment = fingerprint()
     try:
@@ -66,6 +68,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=512, help="tokens that see each other (default: 512)")
     add("--max-tokens", type=int, default=4096, help="tokens of each text (default: 4096)")
     add("--top-logprobs", type=int, default=300, help="tokens in the KL sum (default: 300)")
+    add(
+        "--needle",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="also look for a pass key at five depths of prompts of these lengths (tests FP8 KV)",
+    )
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--cache", type=Path, help="folder that keeps log-probabilities between runs")
     add("--summary", type=Path, help="flat JSON to merge the first candidate's worst factor into")
@@ -79,6 +89,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
         if getattr(args, name) < least:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} {getattr(args, name)}: expected at least {least}")
+    for length in args.needle:
+        if length < 128:
+            parser.error(f"--needle {length}: expected at least 128 tokens")
     for path in args.text:
         try:
             path.read_text(encoding="utf-8")

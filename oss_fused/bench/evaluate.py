@@ -25,6 +25,7 @@ import numpy as np
 from oss_fused.bench import processes
 from oss_fused.bench.compare import CPU_ENVIRONMENT, Arm
 from oss_fused.bench.environment import version
+from oss_fused.bench.needle import ANSWER_TOKENS, retrieval
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, "-m", "oss_fused.bench.vllm_logprobs")
@@ -39,12 +40,14 @@ class Task:
         window: tokens that see each other.
         max_tokens: of each text.
         top: likeliest tokens kept per position.
+        needles: of needle.make_needles; the haystack is the first text.
     """
 
     texts: Sequence[Path]
     window: int = 512
     max_tokens: int = 4096
     top: int = 300
+    needles: Sequence[dict[str, Any]] = ()
 
 
 @dataclass
@@ -85,7 +88,8 @@ class Scorer:
         return dict(np.load(output))
 
     def _job(self, arm: Arm) -> dict[str, Any]:
-        length = self.task.window + 1
+        longest = [needle["length"] + ANSWER_TOKENS for needle in self.task.needles]
+        length = max([self.task.window + 1, *longest])
         defaults = ["--max-model-len", str(length), "--max-logprobs", str(self.task.top)]
         defaults += ["--no-enable-prefix-caching", "--max-num-seqs", "8"]
         defaults += ["--max-num-batched-tokens", str(max(2048, length))]
@@ -207,7 +211,13 @@ def evaluate(scorer: Scorer, arms: Sequence[Arm]) -> dict[str, Any]:
         )
     task = asdict(scorer.task) | {"texts": [str(path) for path in scorer.task.texts]}
     models = [asdict(arm) | {"seconds": spent} for arm, spent in zip(arms, seconds)]
-    return {"task": task, "flags": list(scorer.flags), "models": models, "texts": texts}
+    result = {"task": task, "flags": list(scorer.flags), "models": models, "texts": texts}
+    if scorer.task.needles:
+        result["needles"] = [
+            {"name": arm.name, **retrieval(scorer.task.needles, score["answers"].tolist())}
+            for arm, score in zip(arms, scores)
+        ]
+    return result
 
 
 def _of_text(score: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:

@@ -94,7 +94,15 @@ def quality_table(quality: Mapping[str, Any]) -> str:
         f"{tokens}, in windows of {task['window']}; KL of the baseline from the model over the "
         f"{task['top']} likeliest tokens, the others taken as one."
     )
-    return f"{table(header, rows)}\n\n{note}"
+    parts = [table(header, rows), note]
+    if quality.get("needles"):
+        lengths = list(quality["needles"][0]["by_length"])
+        found = [
+            [row["name"], *(f"{row['by_length'][length]:.0%}" for length in lengths)]
+            for row in quality["needles"]
+        ]
+        parts.append(table(["pass key found in", *(f"{n} tokens" for n in lengths)], found))
+    return "\n\n".join(parts)
 
 
 def _load(cell: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from oss_fused.bench.needle import ANSWER_TOKENS, build_prompt
+
 
 def main() -> int:
     """Score the job's texts and write one npz file."""
@@ -40,6 +42,10 @@ def main() -> int:
     ]
     names = ("token_ids", "token_logprobs", "top_ids", "top_logprobs")
     joined = {name: np.concatenate([array[i] for array in arrays]) for i, name in enumerate(names)}
+    prompts = [build_prompt(llm.get_tokenizer(), texts[0], needle) for needle in job["needles"]]
+    greedy = vllm.SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0)
+    replies = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy)
+    joined["answers"] = np.array([reply.outputs[0].text for reply in replies], dtype=np.str_)
     counts = [len(ids) - 1 for ids in windows]
     np.savez(
         job["output"], owner=np.repeat(owners, counts), seconds=time.monotonic() - start, **joined

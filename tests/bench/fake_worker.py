@@ -22,6 +22,7 @@ def main() -> None:
     top = np.tile(np.log(np.array([0.5, 0.3], np.float32)), (count, 1))
     top[:, 0] -= worse
     ids = np.tile(np.array([3, 4], np.int32), (count, 1))
+    keys = [needle["key"] for needle in job["needles"]]
     np.savez(
         job["output"],
         owner=np.array([0, 0, 0, 1, 1, 1]),
@@ -30,6 +31,10 @@ def main() -> None:
         token_logprobs=own,
         top_ids=ids,
         top_logprobs=top,
+        # a bad model finds the keys at the end only
+        answers=np.array(
+            [f" {key}." if not worse or i % 5 == 4 else "?" for i, key in enumerate(keys)]
+        ),
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 
 from oss_fused.bench.compare import Arm
 from oss_fused.bench.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
+from oss_fused.bench.needle import build_prompt, found, make_needles
 from oss_fused.bench.vllm_logprobs import split, window_logprobs
 from oss_fused.errors import ServerError
 
@@ -77,6 +79,42 @@ def test_evaluate_compares_per_text(scorer: Scorer) -> None:
     assert worse["perplexity_factor"] == pytest.approx(np.exp(0.1))
     assert worse["kl_divergence"] > 0 and worse["top1_agreement"] == 1.0
     assert same["kl_divergence"] == 0 and same["perplexity_factor"] == 1.0
+
+
+def test_needles_are_counted_per_length(scorer: Scorer) -> None:
+    scorer.task = replace(scorer.task, needles=make_needles([256, 512]))
+    good, bad = evaluate(scorer, [Arm("base", "good"), Arm("worse", "worse")])["needles"]
+    assert good == {
+        "name": "base",
+        "rate": 1.0,
+        "by_length": {"256": 1.0, "512": 1.0},
+        "missed": [],
+    }
+    assert bad["by_length"] == {"256": 0.2, "512": 0.2}
+    assert bad["missed"][0]["answer"] == "?" and bad["missed"][0]["depth"] == 0.0
+
+
+@pytest.mark.parametrize("bos", [None, 1])
+def test_needle_prompt_has_its_length_and_the_key_at_its_depth(bos: int | None) -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        return ([bos] if bos and add_special_tokens else []) + [ord(c) for c in text]
+
+    tokenizer = SimpleNamespace(encode=encode, bos_token_id=bos)
+    for needle in make_needles([300]):
+        ids = build_prompt(tokenizer, "hay ", needle)
+        assert len(ids) == 300
+        assert (ids[0] == bos) == (bos is not None)
+        text = "".join(map(chr, ids))
+        room = text.rindex("Question") - len(f"The pass key is {needle['key']}")
+        assert text.index("The pass key is") / room == pytest.approx(needle["depth"], abs=0.35)
+        assert text.endswith("Answer: The pass key is")
+    with pytest.raises(ValueError, match="needle of 20 tokens: expected at least"):
+        build_prompt(tokenizer, "hay ", {"length": 20, "depth": 0.5, "key": "1"})
+
+
+def test_answer_must_begin_with_the_key() -> None:
+    assert found(' "12345".', "12345") and found(" **12345**", "12345")
+    assert not found(" 54321 or 12345", "12345")
 
 
 def test_broken_model_is_named_with_its_log(scorer: Scorer) -> None:
