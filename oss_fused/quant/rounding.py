@@ -8,6 +8,8 @@ output is taken back by the columns still to come. Inputs enter as ``H = sum of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
@@ -74,8 +76,36 @@ def search_scale(
     return best
 
 
+@dataclass(frozen=True)
+class InputBasis:
+    """What rounding needs of a linear's inputs; linears that read the same input share it.
+
+    Attributes:
+        moments: [K, K], symmetric, finite: the mean of ``x x^T``.
+        order: columns, most active input first.
+        factor: upper Cholesky factor of the damped inverse of the moments in that order; None
+            where no input was ever active.
+    """
+
+    moments: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor | None
+
+
+def input_basis(moments: torch.Tensor) -> InputBasis:
+    """The basis for inputs with second moments ``moments`` [K, K]."""
+    diagonal = moments.diagonal()
+    order = diagonal.argsort(descending=True, stable=True)
+    if not bool((diagonal > 0).any()):
+        return InputBasis(moments, order, None)
+    damped = moments.index_select(0, order).index_select(1, order).double()
+    damped.diagonal().add_(DAMPING * float(diagonal.double().mean()))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return InputBasis(moments, order, torch.linalg.cholesky(inverse, upper=True).float())
+
+
 def round_with_feedback(
-    weight: torch.Tensor, moments: torch.Tensor, fmt: FP8Format = E4M3
+    weight: torch.Tensor, basis: InputBasis, fmt: FP8Format = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] and scale [N, 1] of ``weight`` that keep the outputs.
 
@@ -84,61 +114,51 @@ def round_with_feedback(
 
     Args:
         weight: [N, K].
-        moments: [K, K], symmetric, finite.
+        basis: of the inputs [K].
         fmt: E4M3 or E5M2.
 
     Raises:
-        ShapeMismatchError: moments do not belong to the weight.
+        ShapeMismatchError: the basis does not belong to the weight.
     """
+    moments = basis.moments
     if tuple(moments.shape) != (weight.shape[1],) * 2:
         raise ShapeMismatchError(
             f"moments.shape={tuple(moments.shape)}: expected {(weight.shape[1],) * 2}"
         )
     weight = weight.float()
     plain, plain_scale = quantize(weight, "channel", fmt=fmt)
-    if not bool((moments.diagonal() > 0).any()):
+    if basis.factor is None:
         return plain, plain_scale
     scale = search_scale(weight, moments, fmt)
-    order = moments.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(moments[order][:, order])
-    codes = torch.empty_like(plain)
-    codes[:, order] = _feedback(weight[:, order], scale, factor, fmt)
-    better = output_error(weight, dequantize(codes, scale), moments) < output_error(
+    codes = _feedback(weight.t().index_select(0, basis.order), scale, basis.factor, fmt)
+    # torch indexes no float8: move the bytes
+    codes = codes.view(torch.uint8).index_select(0, basis.order.argsort()).t().contiguous()
+    better = output_error(weight, dequantize(codes.view(fmt.dtype), scale), moments) < output_error(
         weight, dequantize(plain, plain_scale), moments
     )
     chosen = better.unsqueeze(-1)
-    # where() knows no float8: choose among the bytes
-    picked = torch.where(chosen, codes.view(torch.uint8), plain.view(torch.uint8))
+    picked = torch.where(chosen, codes, plain.view(torch.uint8))
     return picked.view(fmt.dtype), torch.where(chosen, scale, plain_scale)
 
 
-def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:
-    """Upper Cholesky factor of the damped inverse of ``moments``."""
-    damped = moments.double()
-    diagonal = damped.diagonal()
-    diagonal += DAMPING * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
-
-
 def _feedback(
-    weight: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, fmt: FP8Format
+    rest: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, fmt: FP8Format
 ) -> torch.Tensor:
-    """Round column by column; blocks of columns pass their errors on with one GEMM."""
-    rows, columns = weight.shape
-    rest = weight.clone()
-    codes = torch.empty(rows, columns, dtype=fmt.dtype, device=weight.device)
+    """Round [K, N] row by row (a row is a column of the weight: contiguous here), in place.
+
+    Blocks of rows pass their errors on with one GEMM.
+    """
+    columns, rows = rest.shape
+    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=rest.device)
     flat, inverse_scale = scale.squeeze(-1), scale.reciprocal().squeeze(-1)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
-        block, local = rest[:, start:stop].clone(), factor[start:stop, start:stop]
+        block, local = rest[start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(block)
-        for j in range(stop - start):
-            column = block[:, j]
-            code = (column * inverse_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-            error = (column - code.float() * flat) / local[j, j]
-            block[:, j + 1 :].addr_(error, local[j, j + 1 :], alpha=-1)
-            errors[:, j] = error
-            codes[:, start + j] = code
-        rest[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
+        for j, pivot in enumerate(local.diagonal().tolist()):
+            code = (block[j] * inverse_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+            errors[j] = (block[j] - code.float() * flat) / pivot
+            block[j + 1 :].addr_(local[j, j + 1 :], errors[j], alpha=-1)
+            codes[start + j] = code
+        rest[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
     return codes

@@ -22,7 +22,7 @@ from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import AmaxObserver, CacheObserver, OutputError, watch_inputs
 from oss_fused.quant.plan import Plan
-from oss_fused.quant.rounding import InputMoments, round_with_feedback
+from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, quantise_input
 from oss_fused.quant.scheme import siblings
 
@@ -139,9 +139,9 @@ class LayerStream:
         for handle in handles:
             handle.remove()
         findings.input_scales = {name: observer.scale() for name, observer in static.items()}
+        bases = {name: input_basis(total.mean(name)) for name, total in moments.items()}
         for name, first in lead.items():
-            weight = linears[name].weight.data
-            findings.weights[name] = round_with_feedback(weight, moments[first].mean(first))
+            findings.weights[name] = round_with_feedback(linears[name].weight.data, bases[first])
         return findings
 
     def _quantise(

@@ -8,6 +8,7 @@ from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
 from oss_fused.quant.formats import E4M3, E5M2, dequantize, quantize
 from oss_fused.quant.rounding import (
     InputMoments,
+    input_basis,
     output_error,
     round_with_feedback,
     search_scale,
@@ -33,7 +34,7 @@ def moments_of(x: torch.Tensor) -> torch.Tensor:
 def test_feedback_more_than_halves_the_output_error(features, fmt) -> None:
     x, weight = inputs(features), torch.randn(31, features)
     moments = moments_of(x)
-    q, scale = round_with_feedback(weight, moments, fmt)
+    q, scale = round_with_feedback(weight, input_basis(moments), fmt)
     assert q.dtype is fmt.dtype and scale.shape == (31, 1)
     exact = x @ weight.t()
     plain = (x @ dequantize(*quantize(weight, "channel", fmt=fmt)).t() - exact).square().mean()
@@ -44,7 +45,9 @@ def test_feedback_more_than_halves_the_output_error(features, fmt) -> None:
 def test_no_row_is_worse_than_plain_rounding() -> None:
     weight, moments = torch.randn(64, 40), torch.eye(40)
     moments[3, 3] = 0.0
-    ours = output_error(weight, dequantize(*round_with_feedback(weight, moments)), moments)
+    ours = output_error(
+        weight, dequantize(*round_with_feedback(weight, input_basis(moments))), moments
+    )
     plain = output_error(weight, dequantize(*quantize(weight, "channel")), moments)
     assert (ours <= plain).all()
 
@@ -73,13 +76,13 @@ def test_exact_weights_stay_exact() -> None:
     q, scale = quantize(torch.randn(16, 32), "channel", torch.full((16, 1), 0.25))
     weight = dequantize(q, scale)
     weight[:, 0] = 448 * 0.25
-    rounded = dequantize(*round_with_feedback(weight, moments_of(inputs(32))))
+    rounded = dequantize(*round_with_feedback(weight, input_basis(moments_of(inputs(32)))))
     assert torch.equal(rounded, weight)
 
 
 def test_an_input_that_is_always_zero_changes_nothing() -> None:
     weight = torch.randn(8, 16)
-    q, scale = round_with_feedback(weight, torch.zeros(16, 16))
+    q, scale = round_with_feedback(weight, input_basis(torch.zeros(16, 16)))
     plain, plain_scale = quantize(weight, "channel")
     assert torch.equal(q.float(), plain.float()) and torch.equal(scale, plain_scale)
 
@@ -87,13 +90,13 @@ def test_an_input_that_is_always_zero_changes_nothing() -> None:
 def test_zero_rows_have_scale_one() -> None:
     weight = torch.randn(8, 16)
     weight[2] = 0
-    q, scale = round_with_feedback(weight, moments_of(inputs(16)))
+    q, scale = round_with_feedback(weight, input_basis(moments_of(inputs(16))))
     assert scale[2] == 1 and not q[2].float().any()
 
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(ShapeMismatchError, match=r"moments\.shape"):
-        round_with_feedback(torch.randn(3, 4), torch.eye(3))
+        round_with_feedback(torch.randn(3, 4), input_basis(torch.eye(3)))
     moments = InputMoments(4, torch.device("cpu"))
     with pytest.raises(NumericalOverflowError, match="q_proj: no calibration sample"):
         moments.mean("q_proj")
