@@ -66,7 +66,7 @@ def _converted(backend: str, layer: ExpertWeights) -> tuple[Any, ...]:
     )
     return mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
         mxfp4.Mxfp4MoeBackend[backend],
-        holder,  # type: ignore[arg-type]
+        holder,
         *tensors,
         layer.w13_bias.clone(),
         layer.w2_bias.clone(),

@@ -226,7 +226,7 @@ def measure(
     for name, callables in baselines.items():
         try:
             row["baselines"][name] = {
-                "us": _time(lambda i, c=callables: c[i](*sets[i]), len(weights), repeats),
+                "us": _time(_bound(callables, sets), len(weights), repeats),
                 "error": _relative(callables[0](*sets[0]), expected),
             }
         except Exception as failure:
@@ -261,6 +261,10 @@ def line(row: dict[str, Any]) -> str:
         else:
             text += f" | {name}: {cell['failure'][:80]}"
     return text + (f" | x{row['speedup']:.2f}" if row["speedup"] else "")
+
+
+def _bound(callables: Baseline, sets: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[int], Any]:
+    return lambda i: callables[i](*sets[i])
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -8,10 +8,10 @@ import torch
 from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
+from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config, warmup_batches
 from oss_fused.kernels.registry import get_kernel
 
 pytest.importorskip("triton")
-from oss_fused.kernels.triton.moe import MoEConfig, Tile, choose_config
 
 reference = get_kernel("torch", "moe_mxfp4")
 # bfloat16 outputs round at 2^-9; a sum in another order moves some of them by one step
@@ -43,7 +43,7 @@ def test_default_tiles(device, hidden, inter, tokens):
 
 CONFIGS = [
     MoEConfig(8, Tile(1, 1, 3), Tile(1, 1, 3, shares=4), True),
-    MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2), True),
+    MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2, prefetch=True), True),
     MoEConfig(16, Tile(2, 1, 3), Tile(2, 1, 3), False),
 ]
 
@@ -63,6 +63,15 @@ def test_configs_meet_the_tensor_cores_least_width(pairs, fp8):
         config = choose_config(pairs, experts, fp8)
         for tile in (config.gate_up, config.down):
             assert config.rows * (1 if fp8 else 2) >= 16 and tile.stages >= 2
+
+
+def test_warmup_batches_cover_every_variant():
+    batches = warmup_batches(2000, 32, 32, 4, fp8_min_tokens=1024)
+    assert batches[:4] == [1, 2, 3, 5] and len(batches) < 24
+    for tokens in range(1, 2000, 37):
+        fp8 = tokens >= 1024
+        config = choose_config(4 * tokens, 32, fp8)
+        assert any(choose_config(4 * b, 32, b >= 1024) == config for b in batches)
 
 
 def test_silu_has_a_scale_for_each_row(device):

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.reference.moe import check_moe, check_mxfp4, uses_fp8_activations
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
@@ -17,52 +16,6 @@ from oss_fused.kernels.triton.router import Routing, encode_rows, route
 from oss_fused.kernels.validation import HALF_DTYPES, check_dtype
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of one product: 64-row weight groups, chunks a step, pipeline stages, shares of K."""
-
-    groups: int
-    depth: int
-    stages: int
-    shares: int = 1
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Tokens of a tile, and how the two products run."""
-
-    rows: int
-    gate_up: Tile
-    down: Tile
-    promote: bool
-
-
-def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
-    """Deterministic choice from the mean number of pairs an expert gets, measured on an H200.
-
-    Args:
-        pairs: T * top_k.
-        experts: of this rank.
-        fp8: FP8 activations, one level instead of two.
-    """
-    mean = pairs / experts
-    if fp8:
-        wide = Tile(2, 1, 3)
-        narrow = Tile(1, 1, 3)
-        return (
-            MoEConfig(128, narrow, narrow, False) if mean > 48 else MoEConfig(32, wide, wide, False)
-        )
-    if mean <= 4:
-        # few programs in all: long steps for w13, shares of K for w2
-        depth = 4 if pairs <= 4 else 2
-        return MoEConfig(8, Tile(1, depth, 3), Tile(1, 1, 4, 4 if pairs <= 16 else 1), True)
-    if mean <= 12:
-        return MoEConfig(16, Tile(2, 1, 4), Tile(1, 1, 4), True)
-    if mean <= 48:
-        return MoEConfig(32, Tile(2, 1, 3), Tile(1, 1, 4) if mean <= 24 else Tile(2, 1, 3), False)
-    return MoEConfig(128, Tile(1, 1, 3), Tile(1, 1, 3), False)
 
 
 def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
@@ -191,7 +144,8 @@ def down(
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
         act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
         KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
-        SHARES=config.down.shares, **options, **pdl_options(w2.device),
+        SHARES=config.down.shares, PREFETCH=config.down.prefetch, **options,
+        **pdl_options(w2.device),
     )  # fmt: skip
     return y
 

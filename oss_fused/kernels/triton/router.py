@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.moe_config import routing_block
 from oss_fused.kernels.reference.router import check_router_logits
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_tile import activation_position
@@ -27,9 +28,6 @@ from oss_fused.kernels.triton.numerics import (
     scale_of_amax,
     to_fp8,
 )
-
-# one-hot elements [pairs, experts] that one program ranks in one piece
-_ONE_HOT = 16384
 
 
 class Routing(NamedTuple):
@@ -265,14 +263,15 @@ def route(
     pairs = tokens * top_k
     device = router_logits.device
     n_tiles = max(1, min(pairs, experts + pairs // rows))
-    integers = torch.empty(3 * pairs + 3 * n_tiles, dtype=torch.int32, device=device)
-    ids, order, place, tiles = integers.split([pairs, pairs, pairs, 3 * n_tiles])
+    # every part starts at 16 bytes: Triton compiles anew for a pointer that does not
+    part = -(-pairs // 4) * 4
+    integers = torch.empty(3 * part + 3 * n_tiles, dtype=torch.int32, device=device)
+    ids, order, place = (integers[i * part : i * part + pairs] for i in range(3))
+    tiles = integers[3 * part :]
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     padded_experts = max(16, triton.next_power_of_2(max(global_experts, experts)))
     padded_k = triton.next_power_of_2(top_k)
-    limit = max(1, _ONE_HOT // (padded_experts * padded_k))
-    single = tokens <= limit
-    block = triton.next_power_of_2(tokens) if single else min(32, limit)
+    block, single = routing_block(tokens, global_experts, top_k)
     blocks = triton.cdiv(tokens, block)
     counts = None
     if not single:
