@@ -85,8 +85,9 @@ def gpus() -> list[dict[str, str]]:
 
 
 def has_gpu() -> bool:
-    """Whether torch would find an NVIDIA GPU; makes no CUDA context in this process."""
-    return bool(gpus())
+    """Whether there is an NVIDIA GPU; makes no CUDA context in this process."""
+    # a container may have the device without nvidia-smi
+    return bool(gpus()) or Path("/dev/nvidia0").exists()
 
 
 def cpu_model() -> str:
