@@ -9,6 +9,8 @@ to the disk: a 20b of 13 GiB never needs more than a few layers of memory.
   make_model.py --arch gpt-oss --size tiny --output models/tiny-gpt-oss
   make_model.py --arch gpt-oss --size 20b --format mxfp4 --device cuda --output /tmp/gpt-oss-20b
   make_model.py --arch llama --size 8b --device cuda --output /tmp/llama-8b
+
+Exit codes: 0 made, 1 writing failed (nothing is left), 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from oss_fused.errors import OssFusedError
+from oss_fused.errors import CheckpointError, OssFusedError
 
 
 def main() -> int:
@@ -38,7 +40,8 @@ def main() -> int:
         size = models.make_model(args.output, shape, args.format, args.seed, device)
     except OssFusedError as error:
         print(f"make_model: {error}", file=sys.stderr)
-        return 2
+        failed = isinstance(error, CheckpointError) and not args.output.exists()
+        return 1 if failed else 2
     seconds = time.monotonic() - start
     print(f"wrote {args.output}: {size / 2**30:.2f} GiB in {seconds:.1f} s", file=sys.stderr)
     return 0

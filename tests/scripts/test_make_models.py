@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +59,19 @@ def test_make_model_bad_arguments(
     assert run(monkeypatch, "make_model.py", *options) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    def limit_file_size() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+
+    command = [sys.executable, str(SCRIPTS / "make_model.py"), "--output", str(tmp_path / "m")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=limit_file_size
+    )
+    assert done.returncode == 1
+    assert "writing failed" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_make_smollm2_skips_a_complete_folder_and_refuses_others(
