@@ -54,11 +54,8 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = row["name"].split(" ", 1)[-1]
     if not row["passed"]:
-        return (
-            shape,
-            row.get("failure", f"wrong: error {row['error']:.1e}"),
-            *[""] * (len(_HEADER) - 2),
-        )
+        failure = row["failure"] if "failure" in row else f"wrong: error {row['error']:.1e}"
+        return (shape, failure, *[""] * (len(_HEADER) - 2))
     return (
         shape,
         f"{row['us']:.2f}",

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT
+"""bench_kernels without a GPU: cases, figures, rendering, bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import kernel_report, kernel_stock, kernels
+from oss_fused.errors import BackendUnavailableError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"
+
+
+def row(group, us, baselines, **shape):
+    return {
+        "group": group,
+        "name": " ".join([group, *(f"{k}={v}" for k, v in shape.items())]),
+        **shape,
+        "error": 0.0,
+        "tolerance": 1e-2,
+        "passed": True,
+        "us": us,
+        "us_p95": us,
+        "baselines_us": baselines,
+        "bytes": 10**6,
+        "flops": 10**9,
+        "bytes_per_second": 1e12,
+        "flops_per_second": 1e15,
+        "bandwidth_fraction": 0.9,
+        "peak_fraction": 0.5,
+        "speedup": min(baselines.values()) / us,
+    }
+
+
+ROWS = [
+    row("norm_quant", 2.0, {"vllm": 4.0}, rows=1, hidden=64),
+    row("norm_quant", 10.0, {"vllm": 40.0}, rows=2048, hidden=64),
+    row("gemm_small", 5.0, {"cutlass": 10.0}, M=1, K=64, N=64),
+    row("gemm_small", 5.0, {"cutlass": 40.0}, M=4, K=64, N=64),
+    row("gemm_large", 5.0, {"cutlass": 1.0, "cublaslt": 4.0}, M=8192, K=8192, N=8192),
+    {"group": "rope_kv", "name": "rope_kv rows=1", "passed": False, "failure": "RuntimeError: x"},
+]
+
+
+def test_figures():
+    figures = kernels.figures(ROWS)
+    assert figures["kernels.gemm_small.speedup_geomean"] == pytest.approx(4.0)
+    assert figures["kernels.gemm_small.speedup_min"] == pytest.approx(2.0)
+    assert figures["kernels.gemm_large.speedup_min"] == pytest.approx(0.8)
+    assert figures["kernels.gemm_8192.tflops"] == pytest.approx(1000.0)
+    assert figures["kernels.small_rows.time_ratio_max"] == pytest.approx(0.5)
+    assert figures["kernels.norm_quant.bandwidth_min"] == pytest.approx(0.9)
+    assert "kernels.rope_kv.bandwidth" not in figures
+
+
+def test_report_files(tmp_path):
+    report = {
+        "environment": json.loads(json.dumps(kernels.fingerprint())),
+        "copy_bandwidth": 4e12,
+        "results": ROWS,
+        "figures": kernels.figures(ROWS),
+    }
+    kernel_report.write(report, tmp_path, tmp_path / "summary.json")
+    assert "RuntimeError: x" in (tmp_path / "kernels.md").read_text()
+    assert (tmp_path / "kernels.png").stat().st_size > 1000
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["kernels.gemm_small.speedup_min"] == {"value": 2.0, "file": "kernels.json"}
+
+
+def test_cases_are_named_apart():
+    names = [case.name for case in kernels.select()]
+    assert len(names) == len(set(names)) > 100
+    assert {case.group for case in kernels.select(["norm_quant"])} == {"norm_quant"}
+    assert all(case.nbytes > 0 for case in kernels.select())
+
+
+def test_missing_library_is_named(tmp_path):
+    with pytest.raises(BackendUnavailableError, match="nothing.so"):
+        kernel_stock.load(tmp_path / "nothing.so")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--groups", "nope"], "--groups nope"),
+        (["--from-json", "/no/such.json", "--output", "x"], "--from-json /no/such.json"),
+    ],
+)
+def test_bad_input(arguments, message):
+    result = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr
