@@ -123,7 +123,7 @@ class OssFp8Config(QuantizationConfig):
             method.head_is_fed = self.feeds_tied_head
             return method
         if isinstance(layer, RoutedExperts):
-            return experts_method(layer, self.settings.experts, self.settings.calibrated, prefix)
+            return experts_method(layer, self.settings, prefix)
         if isinstance(layer, Attention) and self.settings.calibrated:
             return OssFp8KVCacheMethod(self, prefix)
         return None

@@ -25,7 +25,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin.checks import MISSING, check_mxfp4_scale
+from oss_fused.plugin.checks import MISSING, check_finite, check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.experts_reference import route, run_experts
 from oss_fused.plugin.patterns import spellings
@@ -38,17 +38,21 @@ FP8 = torch.float8_e4m3fn
 class OssFp8MoEMethod(FusedMoEMethodBase):
     """Experts of one gpt-oss layer."""
 
-    def __init__(self, moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> None:
+    def __init__(
+        self, moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str, online: bool = False
+    ) -> None:
         """Make the method of one layer.
 
         Args:
             moe: vLLM's description of the layer.
             layout: "fp8" or "mxfp4".
             prefix: the layer's name, for errors.
+            online: the checkpoint has bf16 weights, to be quantised to FP8 after loading.
         """
         super().__init__(moe)
         self.layout = layout
         self.prefix = prefix
+        self.online = online
         self.on_cpu = current_platform.is_cpu()
 
     @property
@@ -75,7 +79,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         """Register w13 and w2 with scales and biases; zero, so that padding stays harmless."""
         rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
-        loader = ExpertsLoader(layer, self.layout).load
+        loader = ExpertsLoader(layer, "bf16" if self.online else self.layout).load
 
         def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
             data = torch.zeros(num_experts, *shape, dtype=dtype)
@@ -86,7 +90,9 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
 
         for name in ("w13", "w2"):
             n, k = rows[name], columns[name]
-            if self.layout == "mxfp4":
+            if self.online:
+                register(f"{name}_weight", (n, k), params_dtype)
+            elif self.layout == "mxfp4":
                 register(f"{name}_weight", (n, k // 2), torch.uint8)
                 register(f"{name}_weight_scale", (n, k // MXFP4_BLOCK), torch.uint8)
             else:
@@ -104,6 +110,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         """
         for name in ("w13", "w2"):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"
+            if self.online:
+                self._quantize(layer, weight, scale)
             if self.layout == "fp8":
                 self._check(layer, scale)
                 if self.on_cpu:
@@ -190,6 +198,17 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         )
         experts = TritonExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
+
+    def _quantize(self, layer: RoutedExperts, weight: str, scale: str) -> None:
+        dense = getattr(layer, weight).data
+        part = "gate_up_proj" if weight.startswith("w13") else "down_proj"
+        check_finite(f"{self.prefix}.{part}", dense)
+        codes = torch.empty(dense.shape, dtype=FP8, device=dense.device)
+        scales = torch.empty(*dense.shape[:2], 1, dtype=torch.float32, device=dense.device)
+        for expert, rows in enumerate(dense):
+            codes[expert], scales[expert] = torch.ops.oss_fused.quantize_fp8(rows, None, "channel")
+        replace_parameter(layer, weight, codes)
+        layer.register_parameter(scale, Parameter(scales, requires_grad=False))
 
     def _check(self, layer: RoutedExperts, name: str) -> None:
         scale = getattr(layer, name).data

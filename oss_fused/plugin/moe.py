@@ -29,7 +29,7 @@ from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
-from oss_fused.plugin.settings import ExpertsLayout
+from oss_fused.plugin.settings import ExpertsLayout, Settings
 
 # what OSS_FUSED_EXPERTS=auto takes for MXFP4; vLLM's kernels until ours measure faster at every
 # batch size
@@ -60,31 +60,29 @@ class VllmBf16MoEMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
 
 
-def experts_method(
-    layer: RoutedExperts, layout: ExpertsLayout, calibrated: bool, prefix: str
-) -> FusedMoEMethodBase:
+def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> FusedMoEMethodBase:
     """The method that runs the experts of ``layer``.
 
     Args:
         layer: the experts.
-        layout: how the checkpoint stores them.
-        calibrated: the checkpoint was written by this package.
+        settings: how the checkpoint stores them, and what becomes of them.
         prefix: the layer's name, for errors.
 
     Raises:
         BackendUnavailableError: OSS_FUSED_EXPERTS asks for kernels that do not exist here.
         UnsupportedModelError: experts of this kind cannot be served.
     """
-    moe = layer.moe_config
+    moe, layout = layer.moe_config, settings.experts
     if not isinstance(layer, GptOssRoutedExperts):
-        if layout != "bf16":
+        if layout != "bf16" or settings.quantize_experts:
+            wanted = "fp8" if settings.quantize_experts else layout
             raise UnsupportedModelError(
-                f"{prefix!r} ({type(layer).__name__}): experts={layout!r} is supported for "
-                f"gpt-oss only; expected a checkpoint with bf16 experts"
+                f"{prefix!r} ({type(layer).__name__}): experts={wanted!r} is supported for "
+                f"gpt-oss only; expected a checkpoint with bf16 experts, kept as they are"
             )
         return UnquantizedFusedMoEMethod(moe)
-    if layout == "fp8":
-        return _ours(moe, layout, prefix)
+    if layout == "fp8" or settings.quantize_experts:
+        return _ours(moe, "fp8", prefix, online=layout == "bf16")
     if layout == "bf16":
         return VllmBf16MoEMethod(moe)
     return _mxfp4_method(moe, prefix)
@@ -119,10 +117,12 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-def _ours(moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str) -> FusedMoEMethodBase:
+def _ours(
+    moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str, online: bool = False
+) -> FusedMoEMethodBase:
     if moe.is_lora_enabled and current_platform.is_cpu():
         raise UnsupportedModelError(
             f"{prefix!r}: LoRA with experts={layout!r} does not run on a CPU; serve it on a GPU, "
             f"or serve a bf16 checkpoint"
         )
-    return OssFp8MoEMethod(moe, layout, prefix)
+    return OssFp8MoEMethod(moe, layout, prefix, online)

@@ -36,6 +36,7 @@ class OnlineOptions(BaseModel):
         scheme: preset name: FP8_DYNAMIC or W8A16.
         ignore: patterns of layers left as they are.
         lm_head: quantise the head; by default only gpt-oss does.
+        experts: "keep" leaves gpt-oss experts as they are stored, "fp8" quantises bf16 ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +44,7 @@ class OnlineOptions(BaseModel):
     scheme: str = "FP8_DYNAMIC"
     ignore: tuple[str, ...] = ()
     lm_head: bool | None = None
+    experts: Literal["keep", "fp8"] = "keep"
 
     @field_validator("scheme")
     @classmethod
@@ -66,6 +68,7 @@ class Settings(BaseModel):
         lm_head: quantise the head; None lets the model decide.
         kv_cache_scheme: of the checkpoint's ``k_scale`` / ``v_scale``, None without.
         experts: how the checkpoint stores MoE experts.
+        quantize_experts: turn bf16 experts into FP8 while loading.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,10 +80,20 @@ class Settings(BaseModel):
     lm_head: bool | None = None
     kv_cache_scheme: dict[str, Any] | None = None
     experts: ExpertsLayout = "bf16"
+    quantize_experts: bool = False
 
 
 def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
-    """Settings of a bf16 or MXFP4 checkpoint."""
+    """Settings of a bf16 or MXFP4 checkpoint.
+
+    Raises:
+        SchemeError: the options ask for FP8 experts of an MXFP4 checkpoint.
+    """
+    if options.experts == "fp8" and experts != "bf16":
+        raise SchemeError(
+            f"experts='fp8': the checkpoint's experts are {experts}, half the size of FP8; "
+            f"expected 'keep', or a conversion by scripts/calibrate.py --experts fp8"
+        )
     return Settings(
         calibrated=False,
         groups={"online": preset(options.scheme)},
@@ -88,6 +101,7 @@ def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
         ignore=options.ignore,
         lm_head=options.lm_head,
         experts=experts,
+        quantize_experts=options.experts == "fp8",
     )
 
 

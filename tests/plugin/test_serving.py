@@ -120,10 +120,16 @@ def test_our_expert_kernel_refuses(options, match, tmp_path, engine, monkeypatch
         engine(folder, quantization="oss_fp8", **options)
 
 
-def test_gpt_oss_online_bf16(tmp_path, engine):
+@pytest.mark.parametrize("experts", ["keep", "fp8"])
+def test_gpt_oss_online_bf16(experts, tmp_path, engine):
     folder = build(tmp_path, "gpt_oss")
-    served = engine(folder, quantization="oss_fp8")
-    assert_agrees(served.generate(), folder, ignore=())
+    options = {"additional_config": {"oss_fused": {"experts": experts}}}
+    served = engine(folder, quantization="oss_fp8", **options)
+    result = served.generate()
+    assert_agrees(result, folder, ignore=(), experts="fp8" if experts == "fp8" else None)
+    if experts == "fp8":
+        served.llm.collective_rpc("reload_weights")
+        assert served.generate() == result
 
 
 @pytest.mark.parametrize("experts", ["bf16", "mxfp4", "fp8"])

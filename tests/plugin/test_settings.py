@@ -90,6 +90,12 @@ def test_bad_options(raw, message):
         with_options(online(OnlineOptions()), raw)
 
 
+def test_experts_option():
+    assert with_options(online(OnlineOptions()), {"experts": "fp8"}).quantize_experts
+    with pytest.raises(SchemeError, match="experts are mxfp4"):
+        with_options(from_checkpoint({"quant_method": "mxfp4"}), {"experts": "fp8"})
+
+
 def test_options_of_a_calibrated_checkpoint_are_refused():
     with pytest.raises(SchemeError, match="fixes its own"):
         with_options(from_checkpoint(CALIBRATED), {"lm_head": True})
