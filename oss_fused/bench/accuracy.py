@@ -93,7 +93,7 @@ def _ordered(t: torch.Tensor) -> torch.Tensor:
 
 
 def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> ErrorMetrics:
-    """Error of ``actual`` against ``expected``, computed in float64.
+    """Error of ``actual`` against ``expected``, computed in float64 on the reference's device.
 
     Raises:
         ShapeMismatchError: the shapes differ.
@@ -102,13 +102,15 @@ def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> ErrorMetrics:
         raise ShapeMismatchError(
             f"actual.shape={tuple(actual.shape)}: expected {tuple(expected.shape)}"
         )
-    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    expected = expected.detach()
+    actual = actual.detach().to(expected.device)
+    a, e = actual.double(), expected.double()
     finite = a.isfinite() & e.isfinite()
     same_special = (a.isnan() & e.isnan()) | (a.isinf() & (a == e))
     mismatches = int((~finite & ~same_special).sum())
     max_ulp = None
     if actual.dtype == expected.dtype and actual.dtype.is_floating_point and bool(finite.any()):
-        max_ulp = int(ulp_distance(actual.detach().cpu(), expected.detach().cpu())[finite].max())
+        max_ulp = int(ulp_distance(actual, expected)[finite].max())
     a, e = a[finite], e[finite]
     if not a.numel():
         return ErrorMetrics(0.0, 0.0, 0.0, 0.0, 1.0, max_ulp, mismatches)

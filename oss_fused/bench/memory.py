@@ -18,8 +18,8 @@ def live_tensor_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     storages: dict[int, int] = {}
     for item in gc.get_objects():
-        # type(), not isinstance: the collector also holds lazy proxies that import when asked
-        if issubclass(type(item), torch.Tensor) and item.device == device:
+        # exact types: subclasses may have no storage (FakeTensor), lazy proxies import when asked
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device == device:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

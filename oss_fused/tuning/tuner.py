@@ -231,21 +231,23 @@ class _Run:
                 self._record(Trial(config, Status.SKIPPED, reason))
             else:
                 todo.append(config)
-        bar = tqdm(
-            total=len(todo), desc=f"Tuning {self.tuner.operation}", disable=not self.tuner.progress
-        )
-        with bar, self._compiler() as pool:
-            compiled = [pool.submit(self._compile, c) if pool else None for c in todo]
-            for config, future in zip(todo, compiled, strict=True):
-                error = future.result() if future else self._compile(config)
-                trial = _failed(config, error) if error else self._measure(config)
-                self._record(trial)
-                bar.update()
+        # every compilation ends before the first measurement: it launches the kernel, too
+        errors = self._compile_all(todo)
+        for config, error in self._progress(zip(todo, errors, strict=True), len(todo), "Measuring"):
+            self._record(_failed(config, error) if error else self._measure(config))
         return [self.trials[_frozen(config)] for config in configs]
 
-    def _compiler(self) -> Any:
+    def _compile_all(self, configs: list[Config]) -> list[Exception | None]:
         workers = self.tuner.compile_workers if self.device.type == "cuda" else 0
-        return ThreadPoolExecutor(workers) if workers else contextlib.nullcontext()
+        if not workers:
+            return list(self._progress(map(self._compile, configs), len(configs), "Compiling"))
+        with ThreadPoolExecutor(workers) as pool:
+            done = pool.map(self._compile, configs)
+            return list(self._progress(done, len(configs), "Compiling"))
+
+    def _progress(self, items: Iterable[Any], total: int, verb: str) -> Iterable[Any]:
+        label = f"{verb} {self.tuner.operation}"
+        return tqdm(items, desc=label, total=total, disable=not self.tuner.progress, leave=False)
 
     def _compile(self, config: Config) -> Exception | None:
         # the first call compiles; a launch is the only way that works for every kernel function
