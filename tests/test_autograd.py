@@ -126,3 +126,22 @@ def test_no_graph_without_grad():
         assert not fused_rmsnorm_rope(**args).requires_grad
     with torch.inference_mode():
         assert not fp8_gemm(torch.randn(2, 4, requires_grad=True), torch.randn(4, 3)).requires_grad
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_functions_compile_without_graph_breaks(grad):
+    rope = RMSNormRoPEInput(1, 3, 8, 4, torch.float32).make()
+    mlp = GatedMLPInput(1, 3, 8, 16, dtype=torch.float32).make()
+
+    def both(x, weight, cos, sin, gate, up):
+        return fused_gated_mlp(fused_rmsnorm_rope(x, weight, cos, sin), gate, up)
+
+    args = [*rope.values(), mlp["gate_weight"], mlp["up_weight"]]
+    args[0].requires_grad_(grad)
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    eager, out = both(*args), compiled(*args)
+    torch.testing.assert_close(out, eager)
+    if grad:
+        (ours,) = torch.autograd.grad(out.sum(), args[0])
+        (theirs,) = torch.autograd.grad(eager.sum(), args[0])
+        torch.testing.assert_close(ours, theirs)
