@@ -171,3 +171,21 @@ def test_other_quantisations_keep_vllms_layers(tmp_path, engine):
     assert_agrees(
         served.generate(), folder, ignore=tuple(n[: -len(".weight")] for n in tensors_of(folder))
     )
+
+
+def test_sliding_window_layers_may_keep_their_cache(tmp_path, engine):
+    folder = build(tmp_path / "bf16", "gpt_oss")
+    checkpoint = calibrate(build(tmp_path / "fp8", "gpt_oss"), ignore=(), experts="bf16", kv=True)
+    served = engine(checkpoint, kv_cache_dtype_skip_layers=["sliding_window"])
+    kinds = [layer.attn.attn.kv_cache_dtype for layer in served.model.model.layers]
+    assert kinds == ["auto", "fp8"]
+    assert_agrees(served.generate(), folder, tolerance=0.2, ignore=())
+
+
+def test_cache_stays_bf16_when_asked(tmp_path, engine):
+    folder = build(tmp_path / "bf16", "llama")
+    served = engine(calibrate(build(tmp_path / "fp8", "llama"), kv=True), kv_cache_dtype="bfloat16")
+    attention = served.model.model.layers[0].self_attn.attn
+    assert attention.kv_cache_dtype == "bfloat16"
+    assert attention._k_scale.item() == 1.0
+    assert_agrees(served.generate(), folder)
