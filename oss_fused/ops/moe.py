@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``oss_fused::moe_repack_mxfp4``, ``moe_route`` and ``moe_mxfp4``: mixture-of-experts layers.
+"""``oss_fused::moe_repack_mxfp4``, ``moe_route``, ``moe_mxfp4`` and ``moe_fp8``: expert layers.
 
 T tokens, H hidden size, I intermediate size (of this rank), E experts of this rank (all of them
 without expert parallelism), G experts of the model.
@@ -38,6 +38,12 @@ moe_mxfp4(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top
     Safe under CUDA graphs: no host sync, and what runs depends on shapes only. Sums are in a fixed
     order, so results are reproducible. T = 0 is valid. Rows of x or router_logits that hold NaN
     come out as NaN and touch no other row.
+
+moe_fp8(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, renormalize,
+        expert_map, activation) -> out
+    The same layer with float8_e4m3fn weights w13 [E, 2I, H] (rows gate, up, gate, up) and w2
+    [E, H, I], as stored, and channel scales float32 [E, 2I, 1] and [E, H, 1]; H and I multiples
+    of 16. x and the intermediate (rounded to x's dtype) are quantised per token.
 
 Raises: ShapeMismatchError, UnsupportedDtypeError, UnsupportedDeviceError or SchemeError naming
 the argument.
@@ -86,6 +92,23 @@ def _moe_mxfp4_fake(
     return x.new_empty(x.shape)
 
 
+def _moe_fp8_fake(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "swigluoai",
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 register_op(
     "moe_repack_mxfp4(Tensor weight, Tensor scale, bool gate_up) -> (Tensor, Tensor)",
     _moe_repack_mxfp4_fake,
@@ -99,4 +122,10 @@ register_op(
     "Tensor w2, Tensor w2_scale, Tensor? w2_bias, int top_k, bool renormalize, "
     'Tensor? expert_map=None, str activation="swigluoai", int fp8_min_tokens=-1) -> Tensor',
     _moe_mxfp4_fake,
+)
+register_op(
+    "moe_fp8(Tensor x, Tensor router_logits, Tensor w13, Tensor w13_scale, Tensor? w13_bias, "
+    "Tensor w2, Tensor w2_scale, Tensor? w2_bias, int top_k, bool renormalize, "
+    'Tensor? expert_map=None, str activation="swigluoai") -> Tensor',
+    _moe_fp8_fake,
 )

@@ -10,6 +10,7 @@ OPERATIONS: dict[str, str] = {
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
     "gated_mlp": "mlp",
+    "moe_fp8": "moe",
     "moe_mxfp4": "moe",
     "moe_repack_mxfp4": "mxfp4",
     "moe_route": "router",

@@ -28,6 +28,8 @@ SWIGLU_SCALE = 8.0
 
 # weights of one expert -> float32 [2I, H] (rows gate, up, gate, up, ...) and [H, I]
 _Weights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+# values and x's dtype -> float32 values as the product sees them
+_Rounding = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def moe_mxfp4(
@@ -57,7 +59,37 @@ def moe_mxfp4(
 
     fp8 = uses_fp8_activations(x.shape[0], activation, fp8_min_tokens)
     routing = (router_logits, top_k, renormalize, expert_map)
-    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, fp8)
+    rounding = (_fp8_rows, _fp8_static) if fp8 else (_keep, _keep)
+    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, rounding)
+
+
+def moe_fp8(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "swigluoai",
+) -> torch.Tensor:
+    """FP8 experts; see ops/moe.py for the contract."""
+    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
+    check_fp8(x, w13, w13_scale, w2, w2_scale)
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            w13[expert].float() * w13_scale[expert],
+            w2[expert].float() * w2_scale[expert],
+        )
+
+    routing = (router_logits, top_k, renormalize, expert_map)
+    rounding = (_fp8_rows, _fp8_rows)
+    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, rounding)
 
 
 def uses_fp8_activations(tokens: int, activation: str, fp8_min_tokens: int) -> bool:
@@ -129,18 +161,44 @@ def check_mxfp4(
     check_same_device(x, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
+def check_fp8(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+) -> None:
+    """Check FP8 weights and their channel scales against each other and x [T, H]."""
+    hidden = x.shape[1]
+    if w13.dim() != 3 or w13.shape[1] % 32 or hidden % 16:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}, w13.shape={tuple(w13.shape)}: expected [T, H] and "
+            f"[E, 2I, H] with H and I multiples of 16"
+        )
+    experts, rows, _ = w13.shape
+    for name, weight, scale, shape in (
+        ("w13", w13, w13_scale, (experts, rows, hidden)),
+        ("w2", w2, w2_scale, (experts, hidden, rows // 2)),
+    ):
+        check_dtype(name, weight, (FP8,))
+        check_shape(name, weight, shape)
+        check_dtype(f"{name}_scale", scale, (torch.float32,))
+        check_shape(f"{name}_scale", scale, (*shape[:2], 1))
+    check_same_device(x, w13_scale=w13_scale, w2_scale=w2_scale)
+
+
 def _experts(
     x: torch.Tensor,
     routing: tuple[torch.Tensor, int, bool, torch.Tensor | None],
     weights: _Weights,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     activation: str,
-    fp8: bool,
+    rounding: tuple[_Rounding, _Rounding],
 ) -> torch.Tensor:
     router_logits, top_k, renormalize, expert_map = routing
     topk_weights, topk_ids = moe_route(router_logits, top_k, renormalize)
     local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-    x32 = _fp8_rows(x) if fp8 else x.float()
+    x32 = rounding[0](x, x.dtype)
     slots = torch.zeros(*topk_ids.shape, x.shape[1], device=x.device)
     for expert in local_ids.unique().tolist():
         if expert < 0:
@@ -150,9 +208,7 @@ def _experts(
         hidden = x32[tokens] @ w13.T
         if biases[0] is not None:
             hidden += biases[0][expert].float()
-        act = _activate(hidden, activation)
-        act = _fp8_static(act) if fp8 else act.to(x.dtype).float()
-        y = act @ w2.T
+        y = rounding[1](_activate(hidden, activation), x.dtype) @ w2.T
         if biases[1] is not None:
             y += biases[1][expert].float()
         slots[tokens, slot] = y * topk_weights[tokens, slot, None]
@@ -172,10 +228,14 @@ def _activate(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
 
 
-def _fp8_rows(x: torch.Tensor) -> torch.Tensor:
-    codes, scale = quantize_rows(x, None)
+def _keep(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(dtype).float()
+
+
+def _fp8_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    codes, scale = quantize_rows(values.to(dtype), None)
     return codes.float() * scale
 
 
-def _fp8_static(act: torch.Tensor) -> torch.Tensor:
+def _fp8_static(act: torch.Tensor, _: torch.dtype) -> torch.Tensor:
     return (act * SWIGLU_SCALE).to(FP8).float() / SWIGLU_SCALE

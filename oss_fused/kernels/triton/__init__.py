@@ -10,6 +10,7 @@ OPERATIONS: dict[str, str] = {
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
     "gated_mlp": "mlp_gated",
+    "moe_fp8": "moe_fp8",
     "moe_mxfp4": "moe",
     "moe_repack_mxfp4": "mxfp4",
     "moe_route": "router",

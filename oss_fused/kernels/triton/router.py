@@ -135,13 +135,14 @@ def _list_tiles(
 @triton.jit
 def _encode_row(
     x, codes, scale, row, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
     """Codes and scale of one row of x; see moe_gemm for what LEVELS means."""
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
     amax = tl.max(magnitude_bits(value), 0)
-    target = codes + row.to(tl.int64) * (LEVELS * HP) + activation_position(column)
+    position = activation_position(column) if PERMUTE else column
+    target = codes + row.to(tl.int64) * (LEVELS * HP) + position
     mask = column < HP
     if LEVELS == 2:
         # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
@@ -165,14 +166,14 @@ def _route_kernel(
     n_tokens, n_tiles, EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BT: tl.constexpr, RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr,
     ROWS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     blocks = (n_tokens + BT - 1) // BT
     start_next()
     wait_for_inputs()
     if pid >= blocks:
-        _encode_row(x, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS)
+        _encode_row(x, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
     else:
         first = pid * BT
         local = _topk(
@@ -223,15 +224,21 @@ def _place_kernel(
 
 @triton.jit
 def _encode_kernel(
-    x, codes, scale, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
-):
+    x, codes, scale, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):  # fmt: skip
     start_next()
     wait_for_inputs()
-    _encode_row(x, codes, scale, tl.program_id(0), H, HP, BLOCK, LEVELS)
+    _encode_row(x, codes, scale, tl.program_id(0), H, HP, BLOCK, LEVELS, PERMUTE)
 
 
-def encode_rows(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R]."""
+def encode_rows(
+    x: torch.Tensor, levels: int, permute: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
+
+    ``permute`` puts the columns into the order of moe_tile.
+    """
     rows, width = x.shape
     padded = -(-width // 128) * 128
     codes = torch.empty(rows, levels, padded, dtype=torch.float8_e4m3fn, device=x.device)
@@ -239,7 +246,7 @@ def encode_rows(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tenso
     if rows:
         _encode_kernel[(rows,)](
             x, codes, scale, H=width, HP=padded, BLOCK=triton.next_power_of_2(padded),
-            LEVELS=levels, num_warps=4, **pdl_options(x.device),
+            LEVELS=levels, PERMUTE=permute, num_warps=4, **pdl_options(x.device),
         )  # fmt: skip
     return codes, scale
 
@@ -253,6 +260,7 @@ def route(
     rows: int,
     x: torch.Tensor | None = None,
     levels: int = 2,
+    permute: bool = True,
 ) -> Routing:
     """Route T >= 1 tokens, list tiles of up to ``rows`` pairs, encode the rows of ``x``.
 
@@ -289,7 +297,8 @@ def route(
         router_logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
         tokens, n_tiles, EXPERTS=global_experts, EP=padded_experts, K=top_k, KP=padded_k, BT=block,
         RENORMALIZE=renormalize, SINGLE=single, ROWS=rows, H=width, HP=padded,
-        BLOCK=triton.next_power_of_2(padded), LEVELS=levels, num_warps=4, **options,
+        BLOCK=triton.next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+        **options,
     )  # fmt: skip
     if not single:
         _place_kernel[(blocks,)](
