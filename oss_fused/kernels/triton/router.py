@@ -160,6 +160,27 @@ def _encode_row(
     tl.store(scale + row, unit)
 
 
+@triton.jit
+def _route_block(
+    pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
+    EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch."""
+    first = pid * BT
+    local = _topk(
+        logits, weights, ids, expert_map, first, n_tokens, EXPERTS, EP, K, KP, BT, RENORMALIZE
+    )
+    hit = local.reshape(BT * KP)[:, None] == tl.arange(0, EP)[None, :]
+    count = tl.sum(hit.to(tl.int32), 0)
+    if SINGLE:
+        start = tl.cumsum(count, 0) - count
+        _place_pairs(local, start, order, place, first, n_tokens, EP, K, KP, BT)
+        _list_tiles(count, start, tiles, n_tiles, EP, ROWS, 64)
+    else:
+        tl.store(counts + pid * EP + tl.arange(0, EP), count)
+
+
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
 def _route_kernel(
     logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
@@ -172,21 +193,20 @@ def _route_kernel(
     blocks = (n_tokens + BT - 1) // BT
     start_next()
     wait_for_inputs()
-    if pid >= blocks:
-        _encode_row(x, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
-    else:
-        first = pid * BT
-        local = _topk(
-            logits, weights, ids, expert_map, first, n_tokens, EXPERTS, EP, K, KP, BT, RENORMALIZE
-        )
-        hit = local.reshape(BT * KP)[:, None] == tl.arange(0, EP)[None, :]
-        count = tl.sum(hit.to(tl.int32), 0)
-        if SINGLE:
-            start = tl.cumsum(count, 0) - count
-            _place_pairs(local, start, order, place, first, n_tokens, EP, K, KP, BT)
-            _list_tiles(count, start, tiles, n_tiles, EP, ROWS, 64)
+    # the outer branch is decided when the kernel is compiled: without x the inner has no type
+    if x is not None:
+        if pid >= blocks:
+            _encode_row(x, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
         else:
-            tl.store(counts + pid * EP + tl.arange(0, EP), count)
+            _route_block(
+                pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens,
+                n_tiles, EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
+            )  # fmt: skip
+    else:
+        _route_block(
+            pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
+            EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
