@@ -55,12 +55,24 @@ def vllm_baselines(layers: Sequence[ExpertWeights]) -> dict[str, Baseline]:
     return found
 
 
-def _converted(backend: str, layer: ExpertWeights) -> tuple[Any, ...]:
+def _converted(backend: str, layer: ExpertWeights, pad: bool = False) -> tuple[Any, ...]:
+    """``pad``: round H up to 256 and I to 128 with zeros, as vLLM does for Marlin."""
     import torch
+    import torch.nn.functional as F
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
     tensors = [t.clone() for t in (layer.w13, layer.w2, layer.w13_scale, layer.w2_scale)]
+    biases = [layer.w13_bias.clone(), layer.w2_bias.clone()]
+    if pad:
+        hidden, inter = layer.w2.shape[1], layer.w2.shape[2] * 2
+        more_h, more_i = -hidden % 256, -inter % 128
+        sizes = [
+            (more_h // 2, 2 * more_i), (more_i // 2, more_h),
+            (more_h // 32, 2 * more_i), (more_i // 32, more_h),
+        ]  # fmt: skip
+        tensors = [F.pad(t, (0, k, 0, n)) for t, (k, n) in zip(tensors, sizes)]
+        biases = [F.pad(biases[0], (0, 2 * more_i)), F.pad(biases[1], (0, more_h))]
     holder = SimpleNamespace(
         **dict(zip(names, tensors)), params_dtype=torch.bfloat16, w13_bias=None, w2_bias=None
     )
@@ -68,8 +80,7 @@ def _converted(backend: str, layer: ExpertWeights) -> tuple[Any, ...]:
         mxfp4.Mxfp4MoeBackend[backend],
         holder,
         *tensors,
-        layer.w13_bias.clone(),
-        layer.w2_bias.clone(),
+        *biases,
     )
 
 
@@ -94,20 +105,24 @@ def _triton_kernels(layer: ExpertWeights) -> Any:
 
 
 def _marlin(layer: ExpertWeights) -> Any:
+    import torch.nn.functional as F
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
     from vllm.scalar_type import scalar_types
 
-    w13, w2, w13_scale, w2_scale, w13_bias, w2_bias = _converted("MARLIN", layer)
+    w13, w2, w13_scale, w2_scale, w13_bias, w2_bias = _converted("MARLIN", layer, pad=True)
+    hidden = layer.w2.shape[1]
 
     def run(x: Any, logits: Any) -> Any:
         weights, ids, _ = fused_topk(x, logits, 4, True)
-        return fused_marlin_moe(
-            x, w13, w2, w13_bias, w2_bias, w13_scale, w2_scale, weights, ids,
+        padded = F.pad(x, (0, -hidden % 256))
+        out = fused_marlin_moe(
+            padded, w13, w2, w13_bias, w2_bias, w13_scale, w2_scale, weights, ids,
             quant_type_id=scalar_types.float4_e2m1f.id, activation=MoEActivation.SWIGLUOAI,
             global_num_experts=layer.w13.shape[0],
         )  # fmt: skip
+        return out[:, :hidden]
 
     return run
 

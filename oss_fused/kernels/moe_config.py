@@ -10,21 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # one-hot elements [pairs, experts] that one routing program ranks in one piece
-_ONE_HOT = 16384
+_ONE_HOT = 8192
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one product: 64-row weight groups, chunks a step, pipeline stages.
-
-    For w2 also the shares of K, and whether programs ask L2 for their weights while they wait.
-    """
+    """Tile of one product: 64-row weight groups, chunks a step, stages, and w2's shares of K."""
 
     groups: int
     depth: int
     stages: int
     shares: int = 1
-    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,9 @@ def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
         return MoEConfig(128, narrow, narrow, False)
     if mean <= 4:
         # few programs in all: long steps for w13, shares of K for w2
-        depth = 4 if pairs <= 4 else 2
-        return MoEConfig(8, Tile(1, depth, 3), Tile(1, 1, 4, 4 if pairs <= 16 else 1), True)
+        if pairs <= 4:
+            return MoEConfig(8, Tile(1, 4, 3), Tile(1, 2, 3, shares=4), True)
+        return MoEConfig(8, Tile(1, 2, 3), Tile(1, 1, 4, shares=4 if pairs <= 16 else 1), True)
     if mean <= 12:
         return MoEConfig(16, Tile(2, 1, 4), Tile(1, 1, 4), True)
     if mean <= 48:

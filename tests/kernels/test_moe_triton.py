@@ -43,7 +43,7 @@ def test_default_tiles(device, hidden, inter, tokens):
 
 CONFIGS = [
     MoEConfig(8, Tile(1, 1, 3), Tile(1, 1, 3, shares=4), True),
-    MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2, prefetch=True), True),
+    MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2), True),
     MoEConfig(16, Tile(2, 1, 3), Tile(2, 1, 3), False),
 ]
 

@@ -144,8 +144,7 @@ def down(
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
         act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
         KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
-        SHARES=config.down.shares, PREFETCH=config.down.prefetch, **options,
-        **pdl_options(w2.device),
+        SHARES=config.down.shares, **options, **pdl_options(w2.device),
     )  # fmt: skip
     return y
 

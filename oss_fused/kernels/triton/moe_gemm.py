@@ -18,7 +18,6 @@ from oss_fused.kernels.triton.moe_tile import (
     activation_position,
     dot_tile,
     group_row,
-    prefetch_chunks,
     row_scale,
     unpack_weights,
 )
@@ -170,7 +169,7 @@ def _down_kernel(
     x, x_scale, weight, weight_scale, bias, out, tiles, n_pairs,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
     LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr, PROMOTE: tl.constexpr, PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr, PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
 
@@ -189,11 +188,6 @@ def _down_kernel(
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
     weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
-    if PREFETCH:
-        # a short share of the weights, fetched while gate_up still computes
-        step = tl.cdiv(tl.cdiv(K, 128), SHARES * DEPTH) * DEPTH
-        chunks = tl.maximum(tl.minimum(step, K // 128 - share * step), 0)
-        prefetch_chunks(weight + share * step * 4096, chunks)
     start_next()
     wait_for_inputs()
     position = begin + tl.arange(0, ROWS)

@@ -58,21 +58,6 @@ def group_row(row):
 
 
 @triton.jit
-def prefetch_chunks(weight, chunks):
-    """Ask L2 for ``chunks`` * 4096 bytes from ``weight``, an equal piece by each of 128 threads."""
-    if not INTERPRETED:
-        n_bytes = tl.zeros((128,), tl.int32) + chunks * 32
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [(weight + tl.arange(0, 128) * n_bytes).to(tl.int64), n_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def row_scale(words):
     """float32 scale of rows, from their scale words of chunk 0."""
     exponent = (words & 3) | (words >> 6 & 12) | (words >> 12 & 48) | (words >> 18 & 192)
