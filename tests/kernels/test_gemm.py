@@ -117,6 +117,22 @@ def test_linear_is_quantise_then_gemm(m, static, dtype, device):
     assert relative_error(linear, twin.double()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_in_one_launch(m, dtype, device):
+    """K a multiple of the block: the kernel quantises, to the codes that two launches give."""
+    _, w, _, w_scale, bias = operands(1, 20, 2048, device)
+    x = (torch.randn(m, 2048) * 3).to(dtype).to(device)
+    x[0, 5] = 0.0
+    got = get_kernel("triton", "fp8_linear")(x, w, w_scale, None, bias)
+    q, scale = get_kernel("triton", "quantize_fp8")(x, None, "token")
+    want = get_kernel("triton", "fp8_gemm")(q, w, scale, w_scale, bias, dtype)
+    assert relative_error(got, want.double()) < 2**-9
+    x[m - 1, 7] = float("inf")
+    got = get_kernel("triton", "fp8_linear")(x, w, w_scale, None, bias)
+    assert got[m - 1].isnan().all() and got[: m - 1].isfinite().all()
+
+
 def test_reference_takes_unpacked_weights():
     a, w, _, w_scale, bias = operands(3, 24, 64, "cpu")
     x = a.float()

@@ -31,13 +31,26 @@ _KERNELS: dict[str, Callable[..., None]] = {
     "tile": gemm_tile,
 }
 
-# up to so many rows one launch that quantises in every CTA beats two
+# one launch that quantises in every CTA beats two launches up to so many rows and outputs, and
+# where K is a multiple of the block: the prologue repeats in every CTA
 FUSED_ROWS = 2
+FUSED_OUTPUTS = 8192
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
     """Whether 16-byte loads and tensor descriptors can address the rows of ``tensor``."""
     return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def _fusible(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        0 < rows.shape[0] <= FUSED_ROWS
+        and weight.shape[0] <= FUSED_OUTPUTS
+        and rows.dtype != torch.float32
+        and weight.stride(1) == 1
+        and _aligned(rows)
+        and _aligned(weight)
+    )
 
 
 def fp8_gemm(
@@ -79,12 +92,11 @@ def fp8_linear(
         raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
     check_scale("weight_scale", weight_scale, n)
     rows = as_rows(x)
-    if input_scale is None and 0 < rows.shape[0] <= FUSED_ROWS and x.dtype != torch.float32:
+    if input_scale is None and _fusible(rows, weight):
         config = dict(tiles.gemm_tile(x.device, rows.shape[0], n, k))
-        weight_rows = as_rows(weight)
-        if config.pop("kernel") == "gemv" and _aligned(rows) and _aligned(weight_rows):
+        if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
-            gemv_linear(rows, weight_rows, weight_scale, bias, out, **config)
+            gemv_linear(rows, weight, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
     strategy = "token" if input_scale is None else "tensor"
     q, scale = quantize_fp8(rows, input_scale, strategy)
