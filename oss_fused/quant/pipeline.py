@@ -14,7 +14,7 @@ import torch
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
 from oss_fused.quant.checkpoint.reader import CheckpointReader
-from oss_fused.quant.policy import Outcome, PolicySearch
+from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
 
 
@@ -69,6 +69,7 @@ def calibrate(
     search = PolicySearch(
         run.reader, StoredWeights(reader), run.plan.schemes, run.held_out, run.device
     )
+    say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
     try:
         outcome = search.search(recipe.accuracy_target)
         say(describe(outcome))
