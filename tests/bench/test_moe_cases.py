@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: MIT
+"""What the expert benchmark makes of its measurements."""
+
+from __future__ import annotations
+
+from oss_fused.bench import moe_cases
+
+
+def row(batch: int, fp8: bool = False, passed: bool = True) -> dict:
+    parts = dict.fromkeys(("route", "gate_up", "down", "combine", "layer", "experts"), 10.0)
+    return {
+        "batch": batch,
+        "fp8_activations": fp8,
+        "touched_experts": 4.0,
+        "error": 1e-3,
+        "passed": passed,
+        "us": parts,
+        "of_copy": dict.fromkeys(("gate_up", "down", "experts"), 0.5),
+        "baselines": {"stock": {"us": 20.0, "error": 3e-3}, "other": {"failure": "E: no"}},
+        "speedup": 2.0,
+    }
+
+
+def test_figures_are_of_right_results_with_exact_activations():
+    results = [row(1), row(32, passed=False), row(128), row(128, fp8=True), row(256)]
+    assert moe_cases.figures(results) == {"moe.b1.bandwidth": 0.5, "moe.b128.bandwidth": 0.5}
+
+
+def test_line_names_baselines_and_failures():
+    text = moe_cases.line(row(8, passed=False))
+    assert "WRONG" in text and "stock 20.0" in text and "other: E: no" in text and "x2.00" in text
+
+
+def test_fp8_is_measured_where_arithmetic_is_the_limit():
+    assert moe_cases.variants([1, 256]) == [(1, False), (256, False), (256, True)]

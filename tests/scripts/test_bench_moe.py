@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: MIT
+"""The command line of scripts/bench_moe.py, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_moe.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("bench_moe", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("option", [["--layers", "0"], ["--batches", "0"], ["--experts", "-1"]])
+def test_bad_input_exits_with_two(script, capsys, tmp_path, option):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--output", str(tmp_path), *option])
+    assert stopped.value.code == 2
+    assert "expected >= 1" in capsys.readouterr().err
+
+
+def test_vllm_without_cuda_is_left_out(script, capsys):
+    assert script.vllm_baselines([object()]) == {}
+    assert "without triton_kernels" in capsys.readouterr().err
