@@ -31,10 +31,6 @@ from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.settings import ExpertsLayout, Settings
 
-# what OSS_FUSED_EXPERTS=auto takes for MXFP4; vLLM's kernels until ours measure faster at every
-# batch size
-AUTO_TAKES_OURS = False
-
 
 class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
     """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader."""
@@ -96,11 +92,16 @@ def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
             f"OSS_FUSED_EXPERTS=oss: our MXFP4 expert kernel does not run with {refusal}; expected "
             f"auto or vllm"
         )
-    if choice == "oss" or (choice == "auto" and AUTO_TAKES_OURS and not refusal):
+    if choice == "oss" or (choice == "auto" and _ours_is_faster() and not refusal):
         return OssMxfp4MoEMethod(moe, prefix)
     if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
         return _ours(moe, "mxfp4", prefix)
     return VllmMxfp4MoEMethod(moe)
+
+
+def _ours_is_faster() -> bool:
+    # at every batch size on an H200 (docs/results/h200/gpt_oss_20b); measured on no other chip
+    return current_platform.is_cuda() and current_platform.is_device_capability(90)
 
 
 def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
