@@ -100,7 +100,8 @@ def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
 
 
 def _ours_is_faster() -> bool:
-    # at every batch size on an H200 (docs/results/h200/gpt_oss_20b); measured on no other chip
+    # decode at every batch size on an H200 (docs/results/h200/moe.json); prefill in exact
+    # arithmetic is slower, by less than decode gains; measured on no other chip
     return current_platform.is_cuda() and current_platform.is_device_capability(90)
 
 
