@@ -67,6 +67,7 @@ def plan(
     models: Path, results: Path, args: argparse.Namespace
 ) -> list[tuple[str, list[str], Path | None]]:
     """The steps: title, command, and the file that shows that a step is done."""
+    again = ["--overwrite"] if args.force else []
     plain = models / "SmolLM2-135M-Instruct"
     quantised = models / "SmolLM2-135M-Instruct-oss-fp8"
     prose, dialogue = (ROOT / "tests" / "data" / name for name in ("prose.txt", "dialogue.txt"))
@@ -78,7 +79,7 @@ def plan(
         ),
         (
             "quantise its linear layers to FP8",
-            ["scripts/calibrate.py", str(plain), "--output", str(quantised)],
+            ["scripts/calibrate.py", str(plain), "--output", str(quantised), *again],
             quantised / "config.json",
         ),
         (
@@ -97,7 +98,7 @@ def plan(
                 *("--arm", f"oss_fp8={quantised} --quantization oss_fp8"),
                 *("--concurrency", "1", "4", "--lengths", "64:32", "--num-prompts", "8"),
                 *("--rounds", str(args.rounds), "--quality", str(results / "quality.json")),
-                *("--output", str(results / "compare")),
+                *("--output", str(results / "compare"), *again),
             ],
             results / "compare" / "report.md",
         ),
