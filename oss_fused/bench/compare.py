@@ -170,7 +170,8 @@ class Plan:
         environment = dict(os.environ)
         if not self.gpu:
             environment = CPU_ENVIRONMENT | environment
-        return environment | dict(arm.environment if arm else ())
+        # the servers' memory is read from their log
+        return environment | {"VLLM_LOGGING_LEVEL": "INFO"} | dict(arm.environment if arm else ())
 
 
 def _has_flag(given: Sequence[str], *names: str) -> bool:
