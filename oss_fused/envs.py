@@ -31,6 +31,12 @@ VARIABLES: dict[str, Variable] = {
         ("auto", "oss", "vllm"),
         "MoE experts: our kernels where they measure faster, always ours, or vLLM's own",
     ),
+    "OSS_FUSED_EXPERT_ACTIVATIONS": Variable(
+        "auto",
+        ("auto", "exact", "fp8"),
+        "activations of our MXFP4 experts: exact keeps bf16's precision, fp8 is faster from 256 "
+        "tokens a step on; auto takes what measured better",
+    ),
     "OSS_FUSED_ATTENTION": Variable(
         "auto",
         ("auto", "vllm"),

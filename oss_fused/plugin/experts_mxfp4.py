@@ -16,14 +16,16 @@ from vllm.model_executor.layers.fused_moe import (
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused import envs
 from oss_fused.plugin.checks import check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.warmup import max_tokens, warm_experts
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
-# batches of this many tokens and more take FP8 activations, -1 none: bf16 accuracy by default
-FP8_MIN_TOKENS = -1
+# OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a batch from which on FP8 activations are taken, -1
+# none; below 256 they are no faster
+_FP8_MIN_TOKENS = {"auto": -1, "exact": -1, "fp8": 256}
 
 
 class OssMxfp4MoEMethod(FusedMoEMethodBase):
@@ -34,6 +36,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.prefix = prefix
         self.max_tokens = max_tokens()
+        self.fp8_min_tokens = _FP8_MIN_TOKENS[envs.get("OSS_FUSED_EXPERT_ACTIVATIONS")]
 
     @property
     def is_monolithic(self) -> bool:
@@ -110,7 +113,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             layer.renormalize,
             layer.expert_map,
             "swigluoai",
-            FP8_MIN_TOKENS,
+            self.fp8_min_tokens,
         )
 
     def _warm_up(self, layer: RoutedExperts) -> None:
