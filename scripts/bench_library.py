@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
+    tuned: dict[str, int] | None = None
     size, rounds = (8, 1) if args.rehearse else (4096, 5)
     try:
         if "norm" in args.parts:
@@ -69,15 +70,17 @@ def main(argv: list[str] | None = None) -> int:
                 device, 8 if args.rehearse else 8192, hidden, compiled
             )
             figures |= found
-        if "matmul" in args.parts:
-            found, detail["matmul_ms"] = matmul_steps(device, size, rounds)
-            figures |= found
-        if "door" in args.parts:
-            figures |= door_overhead(device)
         if "tuning" in args.parts:
             cache = TuningCache(args.output / "tuning_cache.json")
             found, detail["tuning"] = tuning_gain(device, size, cache)
             figures |= found
+            tuned = detail["tuning"]["config"]
+        if "matmul" in args.parts:
+            # after the tuner: v3 is the tuned step
+            found, detail["matmul_ms"] = matmul_steps(device, size, rounds, tuned)
+            figures |= found
+        if "door" in args.parts:
+            figures |= door_overhead(device)
     except (OssFusedError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from oss_fused.functional import fused_rmsnorm_rope
 from oss_fused.kernels.registry import default_backend, get_kernel
 from oss_fused.specs import RMSNormRoPEInput
 from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.space import Config
 from oss_fused.tuning.targets import MatmulProblem, get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
 
@@ -53,10 +54,15 @@ def norm_figures(
 
 
 def matmul_steps(
-    device: torch.device, size: int, max_rounds: int = 5
+    device: torch.device, size: int, max_rounds: int = 5, tuned: Config | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median ms of every step of docs/matmul-in-steps.md and of its cuBLAS counterpart."""
+    """Median ms of every step of docs/matmul-in-steps.md and of its cuBLAS counterpart.
+
+    v3 and v4 take ``tuned``, a config that ``tuning_gain`` found; None leaves their default.
+    """
     from oss_fused.kernels.triton import tutorial_matmul as steps
+
+    config = tuned or {}
 
     made = MatmulProblem(size, size, size).make(device)
     a, b = made["a"], made["b"].contiguous()
@@ -66,8 +72,8 @@ def matmul_steps(
         "v0": (lambda: steps.matmul_v0(a, b), product),
         "v1": (lambda: steps.matmul_v1(a, b), product),
         "v2": (lambda: steps.matmul_v2(a, b), product),
-        "v3": (lambda: steps.matmul_v3(a, b), product),
-        "v4": (lambda: steps.matmul_v4(a, b, bias), F.silu(product + 1)),
+        "v3": (lambda: steps.matmul_v3(a, b, **config), product),
+        "v4": (lambda: steps.matmul_v4(a, b, bias, **config), F.silu(product + 1)),
         "cublas": (lambda: a @ b, product),
         "cublas+bias+silu": (lambda: F.silu(a @ b + bias), F.silu(product + 1)),
     }
