@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from oss_fused.errors import SchemeError
+from oss_fused.quant.scheme import matches_regex
 
 T = TypeVar("T")
 
@@ -40,14 +41,10 @@ def matches(pattern: str, name: str) -> bool:
     """True if ``pattern`` means the layer ``name``, in any of its spellings.
 
     Raises:
-        SchemeError: the pattern is no regular expression.
+        SchemeError: the pattern is no regular expression, or takes too long.
     """
     if pattern.startswith("re:"):
-        try:
-            regex = re.compile(pattern[3:])
-        except re.error as error:
-            raise SchemeError(f"pattern={pattern!r}: not a regular expression: {error}") from None
-        return any(regex.match(spelling) for spelling in spellings(name))
+        return any(matches_regex(pattern, spelling) for spelling in spellings(name))
     return any(fnmatchcase(spelling, pattern) for spelling in spellings(name))
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from oss_fused.errors import CheckpointError, UnsupportedModelError
+from oss_fused.quant.checkpoint.audit import FAMILIES
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
-FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3")
 _MXFP4_PARTS = re.compile(r"^(.*\.experts\.(?:gate_up|down)_proj)_(?:blocks|scales)$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # written by old exports; the model computes them

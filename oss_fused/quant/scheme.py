@@ -6,13 +6,15 @@ The dictionaries written into config.json use the vocabulary of compressed-tenso
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import regex
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from oss_fused.errors import SchemeError
+
+_REGEX_SECONDS = 0.5  # for one name; a sane pattern takes microseconds
 
 Strategy = Literal["tensor", "channel", "token"]
 
@@ -102,8 +104,26 @@ def preset(name: str) -> QuantizationScheme:
 def matches(pattern: str, name: str, class_name: str) -> bool:
     """True if ``pattern`` is the module's name or class, or ``re:`` and a regex of its name."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        return matches_regex(pattern, name)
     return pattern in (name, class_name)
+
+
+def matches_regex(pattern: str, name: str) -> bool:
+    """True if ``pattern``, ``re:`` and a regular expression, matches from the start of ``name``.
+
+    Raises:
+        SchemeError: it is no regular expression, or takes too long: patterns come from
+            checkpoints, and some backtrack for ever.
+    """
+    try:
+        return regex.match(pattern[3:], name, timeout=_REGEX_SECONDS) is not None
+    except regex.error as error:
+        raise SchemeError(f"pattern={pattern!r}: not a regular expression: {error}") from None
+    except TimeoutError:
+        raise SchemeError(
+            f"pattern={pattern!r}: takes more than {_REGEX_SECONDS} s on {name!r}; expected one "
+            f"without nested repeats"
+        ) from None
 
 
 def select(
@@ -133,8 +153,8 @@ def select(
 def _check_pattern(option: str, pattern: str, modules: Mapping[str, str]) -> None:
     try:
         found = any(matches(pattern, name, kind) for name, kind in modules.items())
-    except re.error as error:
-        raise SchemeError(f"{option}={pattern!r}: not a regular expression: {error}") from None
+    except SchemeError as error:
+        raise SchemeError(f"{option}: {error}") from None
     if not found:
         examples = ", ".join(list(modules)[:3])
         raise SchemeError(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from oss_fused.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_NAME = 512
 _CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
@@ -72,6 +76,10 @@ class CheckpointReader:
             )
         return self._known[code]
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor holds FP8 codes."""
+        return self.dtype(name) in _FP8_DTYPES.values()
+
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Read a tensor, or its ``index``-th slice along the first dimension.
 
@@ -117,7 +125,14 @@ class CheckpointReader:
         index = self.folder / INDEX
         if not index.exists():
             if not (self.folder / SINGLE).exists():
-                raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found neither")
+                pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
+                hint = (
+                    f" but {pickles[0]}: pickles can run code and are not read" if pickles else ""
+                )
+                raise CheckpointError(
+                    f"{self.folder}: expected {SINGLE} or {INDEX}, found neither{hint}"
+                )
+            self._check_place(self.folder / SINGLE)
             with self._open_file(self.folder / SINGLE) as handle:
                 return dict.fromkeys(handle.keys(), SINGLE)
         weight_map = _read_json(index).get("weight_map")
@@ -136,8 +151,16 @@ class CheckpointReader:
         for path in self._paths():
             if not path.is_file():
                 raise CheckpointError(f"{path}: shard is missing; the index names it")
+            self._check_place(path)
             handle = self._handle(path)
             present = set(handle.keys())
+            _check_header(path, present)
+            for name in present:
+                if self._files.get(name, path.name) != path.name:
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} is stored twice; the index says it lies in "
+                        f"{self._files[name]}"
+                    )
             for name, file in self._files.items():
                 if file != path.name:
                     continue
@@ -146,6 +169,18 @@ class CheckpointReader:
                 piece = handle.get_slice(name)
                 self._shapes[name] = tuple(piece.get_shape())
                 self._dtypes[name] = piece.get_dtype()
+
+    def _check_place(self, path: Path) -> None:
+        """Refuse a link out of the folder; the hub's cache keeps its files in ../../blobs."""
+        allowed = [self.folder.resolve()]
+        if self.folder.parent.name == "snapshots":
+            allowed.append((self.folder.parent.parent / "blobs").resolve())
+        target = path.resolve()
+        if target.parent not in allowed:
+            raise CheckpointError(
+                f"{path}: is a link to {target}, outside the checkpoint; expected a file of this "
+                f"folder"
+            )
 
     def _handle(self, path: Path) -> Any:
         if path.name not in self._open:
@@ -160,12 +195,32 @@ class CheckpointReader:
             raise CheckpointError(f"{path}: truncated or not safetensors: {error}") from None
 
 
+def _check_header(path: Path, names: set[str]) -> None:
+    """Refuse what the safetensors library lets pass: odd names, and names that come twice."""
+    for name in names:
+        if not name.isprintable() or len(name) > _MAX_NAME:
+            raise CheckpointError(
+                f"{path}: tensor name {name[:40]!r}: expected at most {_MAX_NAME} printable "
+                f"characters"
+            )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+        if twice:
+            raise CheckpointError(f"{path}: the header names {twice[0]!r} twice; expected it once")
+        return dict(pairs)
+
+    with path.open("rb") as file:  # the library has checked the length
+        (length,) = struct.unpack("<Q", file.read(8))
+        json.loads(file.read(length), object_pairs_hook=unique)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: file is missing; expected an HF checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: MIT
+"""Judges a checkpoint of unknown origin from its config and headers, before memory is allocated.
+
+``CheckpointReader`` refuses damaged folders: files outside the folder, pickles, broken headers,
+tensors that are missing or stored twice. Here sizes in config.json are bounded and compared with
+the headers, and every scale is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oss_fused.errors import CheckpointError
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+
+FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3")
+# beyond any published model; vLLM allocates by these numbers before it reads a tensor
+_LIMITS = {
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 25,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+}
+_OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+_MXFP4_BLOCK = 32
+_E8M0_NAN = 255
+
+Shape = tuple[int, ...]
+
+
+def audit(folder: str | Path, remote_code: bool = False, values: bool = True) -> CheckpointReader:
+    """Check everything about a checkpoint that needs no model.
+
+    Args:
+        folder: the checkpoint.
+        remote_code: Python code that config.json names is welcome.
+        values: read every scale too, not only config and headers.
+
+    Returns:
+        The opened checkpoint.
+
+    Raises:
+        CheckpointError: names file, tensor or key, its value and what was expected.
+    """
+    reader = CheckpointReader(folder, quantised=True)
+    check_config(reader.config, remote_code)
+    if reader.config["model_type"] in FAMILIES:
+        for name in reader.names():
+            reader.dtype(name)
+        _check_shapes(reader)
+    _check_scale_layout(reader)
+    if values:
+        for name in reader.names():
+            check_scale_values(reader, name)
+    return reader
+
+
+def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
+    """Bound the sizes in config.json, and refuse code that it names.
+
+    Raises:
+        CheckpointError: names the key and its value.
+    """
+    if "auto_map" in config and not remote_code:
+        raise CheckpointError(
+            f"config.json: auto_map={config['auto_map']!r}: names remote code; expected a model "
+            f"that runs without (or --trust-remote-code, if you have read that code)"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"config.json: model_type={config.get('model_type')!r}: expected a name"
+        )
+    known = config["model_type"] in FAMILIES
+    for key, limit in _LIMITS.items():
+        value = config.get(key)
+        if value is None and (key in _OPTIONAL_SIZES or not known):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise CheckpointError(
+                f"config.json: {key}={str(value)[:80]}: expected an integer from 1 to {limit}"
+            )
+
+
+def check_scale_values(reader: CheckpointReader, name: str) -> None:
+    """Refuse a scale that is zero, negative or not finite; other tensors pass.
+
+    Raises:
+        CheckpointError: names the tensor and a bad value.
+    """
+    if name.endswith("_proj_scales"):
+        if bool((reader.read(name) == _E8M0_NAN).any()):
+            raise CheckpointError(
+                f"{reader.folder}: tensor {name!r} holds {_E8M0_NAN}, the NaN of e8m0; expected "
+                f"finite block scales"
+            )
+    elif name.endswith("_scale"):
+        # the reader itself refuses NaN and Inf
+        scale = reader.read(name).float()
+        if not bool((scale > 0).all()):
+            raise CheckpointError(
+                f"{reader.folder}: tensor {name!r} holds {scale.min().item()}; expected finite "
+                f"scales above 0"
+            )
+
+
+def expected_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of the bf16 checkpoint that ``config`` describes; FAMILIES only.
+
+    Experts appear as transformers keeps them (3-D, input dimension first).
+    """
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+    }
+    if config["model_type"] == "gpt_oss":
+        experts = config.get("num_local_experts") or 0
+        layer |= {
+            "self_attn.sinks": (heads,),
+            "mlp.router.weight": (experts, hidden),
+            "mlp.router.bias": (experts,),
+            "mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+            "mlp.experts.down_proj": (experts, inner, hidden),
+            "mlp.experts.down_proj_bias": (experts, hidden),
+        }
+    else:
+        layer |= {
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for index in range(config["num_hidden_layers"]):
+        for leaf, shape in layer.items():
+            yield f"model.layers.{index}.{leaf}", shape
+    yield "model.norm.weight", (hidden,)
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _check_shapes(reader: CheckpointReader) -> None:
+    """Compare every tensor that the model needs with the header that holds it."""
+    for name, shape in expected_shapes(reader.config):
+        for part, size in _stored_as(reader, name, shape):
+            if part not in reader:
+                raise CheckpointError(
+                    f"{reader.folder}: tensor {part!r} is missing; config.json asks for "
+                    f"{list(size)}"
+                )
+            if reader.shape(part) != size:
+                raise CheckpointError(
+                    f"{reader.folder}: tensor {part!r} has shape {list(reader.shape(part))}; "
+                    f"config.json asks for {list(size)}"
+                )
+
+
+def _stored_as(reader: CheckpointReader, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
+    """The tensors that hold ``name``: itself, MXFP4 blocks and scales, or one FP8 per expert."""
+    config = reader.config.get("quantization_config") or {}
+    layout = config.get("experts") or (
+        "mxfp4" if "mxfp4" in str(config.get("quant_method")) else None
+    )
+    if ".mlp.experts." not in name or layout in (None, "bf16"):
+        yield name, shape
+        return
+    parent, _, leaf = name.rpartition(".")
+    is_bias = leaf.endswith("_bias")
+    if layout == "mxfp4":
+        if is_bias:
+            yield name, shape
+            return
+        experts, columns, rows = shape
+        blocks = (experts, rows, columns // _MXFP4_BLOCK)
+        yield f"{name}_blocks", (*blocks, _MXFP4_BLOCK // 2)
+        yield f"{name}_scales", blocks
+        return
+    short = "w13" if leaf.startswith("gate_up") else "w2"
+    for expert in range(shape[0]):
+        stem = f"{parent}.{expert}.{short}"
+        if is_bias:
+            yield f"{stem}_bias", shape[1:]
+        else:
+            yield f"{stem}_weight", (shape[2], shape[1])
+
+
+def _check_scale_layout(reader: CheckpointReader) -> None:
+    """Every FP8 weight has a scale per row, and scales have the dtype and shape of the format."""
+    for name in reader.names():
+        if name.endswith("weight") and reader.is_fp8(name):
+            scale = f"{name}_scale"
+            if scale not in reader:
+                raise CheckpointError(
+                    f"{reader.folder}: tensor {scale!r} is missing; {name!r} is FP8"
+                )
+            _expect(reader, scale, ((reader.shape(name)[0], 1),))
+        elif name.endswith((".input_scale", ".k_scale", ".v_scale")):
+            _expect(reader, name, ((1,), ()))
+
+
+def _expect(reader: CheckpointReader, name: str, shapes: tuple[Shape, ...]) -> None:
+    if reader.shape(name) not in shapes:
+        raise CheckpointError(
+            f"{reader.folder}: tensor {name!r} has shape {list(reader.shape(name))}; expected "
+            f"{list(shapes[0])}"
+        )
+    if reader.dtype(name) != torch.float32:
+        raise CheckpointError(
+            f"{reader.folder}: tensor {name!r} is {reader.dtype(name)}; expected torch.float32"
+        )
