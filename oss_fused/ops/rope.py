@@ -10,13 +10,15 @@ is_neox pairs (i, i + half), otherwise (2 i, 2 i + 1). Returns the rotated q [T,
 head_dim] and writes k (rotated) and v to key_cache and value_cache [blocks, block_size, kv_heads,
 head_dim] (views of vLLM's cache, any strides) at slot_mapping [<= T]; slot -1 is padding. An FP8
 cache takes x / scale with k_scale and v_scale [1] (1 where None). q_norm and k_norm [head_dim]
-apply RMSNorm to each head of q and k first (Qwen3).
+apply RMSNorm to each head of q and k first (Qwen3). With q_scale [1] the returned q is FP8,
+q / q_scale, as attention over an FP8 cache takes it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.validation import FP8
 from oss_fused.ops.registration import register_op
 
 
@@ -40,8 +42,10 @@ def _rope_kv_fake(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return qkv.new_empty((qkv.shape[0], num_heads * key_cache.shape[-1]))
+    dtype = qkv.dtype if q_scale is None else FP8
+    return qkv.new_empty((qkv.shape[0], num_heads * key_cache.shape[-1]), dtype=dtype)
 
 
 register_op(
@@ -51,6 +55,6 @@ register_op(
 register_op(
     "rope_kv(Tensor qkv, Tensor positions, Tensor cos_sin_cache, int num_heads, bool is_neox, "
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
+    "Tensor? v_scale, Tensor? q_norm, Tensor? k_norm, float eps, Tensor? q_scale=None) -> Tensor",
     _rope_kv_fake,
 )

@@ -32,11 +32,15 @@ class OssAttentionImpl(FlashAttentionImpl):
 
     arrivals: torch.Tensor
     max_rows: int
+    # rotary embedding and cache write as one kernel, where rope_attention.py set it up
+    rope: Any = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile the kernel for every number of splits, so that no request waits for it."""
         super().process_weights_after_loading(act_dtype)
         _warm_up(self, act_dtype)
+        if self.rope is not None:
+            self.rope.warm_up(act_dtype, self.max_rows)
 
     def forward(
         self,

@@ -33,6 +33,7 @@ from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.decoder import fuse_decoder_layers
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.patterns import spellings
+from oss_fused.plugin.rope_attention import fuse_rope
 
 # checked where they are used: a checkpoint may do without
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -59,6 +60,7 @@ class _OssModel(nn.Module):
     def _adopt(self, vllm_config: VllmConfig) -> None:
         fuse_decoder_layers(self.model.layers)
         adopt_attention(self.model, vllm_config)
+        fuse_rope(self.model, vllm_config)
 
     def _feed_tied_head(
         self, weights: Iterable[tuple[str, torch.Tensor]]

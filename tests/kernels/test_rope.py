@@ -95,7 +95,8 @@ def test_rope_kv(cache_dtype, tokens, heads, kv_heads, dim, rotary, layout, neox
     for backend in ("torch", "triton"):
         caches = cache_pair(cache_dtype, kv_heads, dim, device, layout=layout)
         q = get_kernel(backend, "rope_kv")(
-            qkv, positions, table, heads, neox, *caches, slots, *scales, *norms, 1e-6
+            *(qkv, positions, table, heads, neox, *caches, slots, *scales, *norms, 1e-6),
+            torch.full((1,), 0.05, device=device) if cache_dtype == FP8 else None,
         )
         results.append((q, *caches))
     for want, got in zip(*results, strict=True):

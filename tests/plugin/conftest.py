@@ -315,12 +315,16 @@ def engine():
 
 
 def assert_agrees(
-    result: tuple[list[int], list[float]], folder: Path, tolerance: float = 0.15, **options: Any
+    result: tuple[list[int], list[float]],
+    folder: Path,
+    tolerance: float = 0.15,
+    prompt: list[int] = PROMPT,
+    **options: Any,
 ) -> None:
     """Every generated token is (nearly) the reference's best, with its log-probability."""
     tokens, logprobs = result
-    reference = reference_logprobs(folder, PROMPT + tokens, **options)
+    reference = reference_logprobs(folder, prompt + tokens, **options)
     for step, (token, logprob) in enumerate(zip(tokens, logprobs)):
-        row = reference[len(PROMPT) - 1 + step]
+        row = reference[len(prompt) - 1 + step]
         assert abs(row[token].item() - logprob) < tolerance, (step, row[token].item(), logprob)
         assert row.max().item() - row[token].item() < tolerance, (step, tokens)

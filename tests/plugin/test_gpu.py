@@ -55,6 +55,21 @@ def test_fp8_cache_in_graphs(tmp_path, engine):
     assert_agrees(served.generate(), plain, tolerance=0.3)
 
 
+@pytest.mark.parametrize("family,kv", [("llama", True), ("qwen3", False)])
+def test_rope_and_cache_in_one_launch(family, kv, tmp_path, engine):
+    plain = build(tmp_path / "bf16", family, head_dim=64)
+    folder = calibrate(build(tmp_path / "fp8", family, head_dim=64), kv=kv)
+    # a prompt in pieces; the second time its first blocks come from the prefix cache
+    options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
+    served = engine(folder, **GRAPHS, **options)
+    classes = {type(m).__name__ for m in served.model.modules()}
+    assert f"Oss{family.capitalize()}Attention" in classes
+    prompt = (PROMPT * 5)[:50]
+    for _ in range(2):
+        tolerance = 0.3 if kv else 0.15
+        assert_agrees(served.generate(prompt), plain, tolerance=tolerance, prompt=prompt)
+
+
 def test_attention_kernels_agree(tmp_path, engine, monkeypatch):
     folder = build(tmp_path, "gpt_oss", head_dim=64)
     prompt = (PROMPT * 5)[:50]

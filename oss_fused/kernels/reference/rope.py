@@ -53,6 +53,7 @@ def rope_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see ops/rope.py for the contract."""
     check_rope_kv(qkv, positions, cos_sin_cache, num_heads, key_cache, value_cache, slot_mapping)
@@ -79,4 +80,5 @@ def rope_kv(
             )
         else:
             cache[slots // block_size, slots % block_size] = rows
-    return q.reshape(tokens, num_heads * head_dim)
+    q = q.reshape(tokens, num_heads * head_dim)
+    return q if q_scale is None else quantize_rows(q, q_scale.view(1, 1))[0]

@@ -35,12 +35,15 @@ def _norm_gain(q_norm, k_norm, cols, mask, is_q, is_k):
 
 @triton.jit
 def _store_heads(
-    values, cols, mask, q_out, key_slot, value_slot, k_inv, v_inv, q_cols, k_cols, v_cols, is_q,
-    is_k, is_v, write,
+    values, cols, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype: tl.constexpr,
+    q_cols, k_cols, v_cols, is_q, is_k, is_v, write,
 ):  # fmt: skip
-    dtype: tl.constexpr = q_out.dtype.element_ty
     rounded = round_to(values, dtype)
-    tl.store(q_out + q_cols + cols, rounded, mask=mask & is_q)
+    if q_inv is not None:
+        codes = quantize_static(rounded.to(tl.float32), q_inv)
+        tl.store(q_out + q_cols + cols, codes, mask=mask & is_q)
+    else:
+        tl.store(q_out + q_cols + cols, rounded, mask=mask & is_q)
     if k_inv is not None:
         exact = rounded.to(tl.float32)
         tl.store(key_slot + k_cols + cols, quantize_static(exact, k_inv), mask=mask & is_k & write)
@@ -65,6 +68,7 @@ def _rope_kv_kernel(
     v_scale,
     q_norm,
     k_norm,
+    q_scale,
     slots,
     block_size,
     stride_qkv,
@@ -87,6 +91,7 @@ def _rope_kv_kernel(
     REST: tl.constexpr,
 ):
     start_next()
+    dtype: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     in_heads = head < Q_HEADS + 2 * KV_HEADS
@@ -118,7 +123,6 @@ def _rope_kv_kernel(
         total = tl.sum(x_left * x_left + x_right * x_right, 1) + tl.sum(x_rest * x_rest, 1)
         rstd = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
         normed = is_q if k_norm is None else (is_k if q_norm is None else is_q | is_k)
-        dtype: tl.constexpr = qkv.dtype.element_ty
         gain = _norm_gain(q_norm, k_norm, left, mask, is_q, is_k)
         y = round_to(round_to(x_left * rstd, dtype).to(tl.float32) * gain, dtype)
         x_left = tl.where(normed, y.to(tl.float32), x_left)
@@ -131,7 +135,9 @@ def _rope_kv_kernel(
 
     out_left = tl.where(is_v, x_left, x_left * cos - x_right * sin)
     out_right = tl.where(is_v, x_right, x_right * cos + x_left * sin)
-    k_inv, v_inv = None, None
+    q_inv, k_inv, v_inv = None, None, None
+    if q_scale is not None:
+        q_inv = tl.div_rn(1.0, tl.load(q_scale))
     if FP8_CACHE:
         k_inv = tl.div_rn(1.0, tl.load(k_scale))
         v_inv = tl.div_rn(1.0, tl.load(v_scale))
@@ -144,17 +150,17 @@ def _rope_kv_kernel(
     k_cols = (head - Q_HEADS).to(tl.int64) * key_head
     v_cols = (head - Q_HEADS - KV_HEADS).to(tl.int64) * value_head
     _store_heads(
-        out_left, left, mask, q_out, key_slot, value_slot, k_inv, v_inv, q_cols, k_cols, v_cols,
-        is_q, is_k, is_v, write,
+        out_left, left, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype, q_cols,
+        k_cols, v_cols, is_q, is_k, is_v, write,
     )  # fmt: skip
     _store_heads(
-        out_right, right, mask, q_out, key_slot, value_slot, k_inv, v_inv, q_cols, k_cols, v_cols,
-        is_q, is_k, is_v, write,
+        out_right, right, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype, q_cols,
+        k_cols, v_cols, is_q, is_k, is_v, write,
     )  # fmt: skip
     if ROTARY < HEAD_DIM:
         _store_heads(
-            x_rest, rest, rest_mask, q_out, key_slot, value_slot, k_inv, v_inv, q_cols, k_cols,
-            v_cols, is_q, is_k, is_v, write,
+            x_rest, rest, rest_mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype,
+            q_cols, k_cols, v_cols, is_q, is_k, is_v, write,
         )  # fmt: skip
 
 
@@ -177,12 +183,14 @@ def rope_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see ops/rope.py for the contract."""
     check_rope_kv(qkv, positions, cos_sin_cache, num_heads, key_cache, value_cache, slot_mapping)
     tokens = qkv.shape[0]
     block_size, kv_heads, head_dim = key_cache.shape[1:]
-    q = torch.empty(tokens, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_dtype = qkv.dtype if q_scale is None else FP8
+    q = torch.empty(tokens, num_heads * head_dim, dtype=q_dtype, device=qkv.device)
     if tokens == 0:
         return q
     fp8_cache = key_cache.dtype == FP8
@@ -208,6 +216,7 @@ def rope_kv(
         v_scale,
         q_norm,
         k_norm,
+        q_scale,
         slot_mapping.shape[0],
         block_size,
         qkv.stride(0),

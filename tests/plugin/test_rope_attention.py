@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: MIT
+"""The operator in front of attention, with a stand-in for vLLM's forward context."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.utils.torch_utils import _encode_layer_name
+
+from oss_fused.kernels.registry import get_kernel
+from oss_fused.plugin import rope_attention
+from oss_fused.plugin.attention import FP8, OssAttentionImpl
+
+HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 5
+
+
+@pytest.fixture
+def context(monkeypatch):
+    """One attention module in vLLM's forward context; attention itself copies q."""
+    seen = {}
+
+    def unified(query, key, value, output, layer_name):
+        assert key.shape == value.shape == (TOKENS, KV_HEADS, SIZE)
+        seen["query"] = query
+        output.copy_(query)
+
+    def start(fp8=False, norm=False, slots=True):
+        layer = SimpleNamespace(
+            impl=SimpleNamespace(),
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_size=SIZE,
+            head_size_v=SIZE,
+            kv_cache_dtype="fp8" if fp8 else "auto",
+            kv_cache_torch_dtype=torch.bfloat16,
+            kv_sharing_target_layer_name=None,
+            query_quant=SimpleNamespace(group_shape=SimpleNamespace(is_per_tensor=lambda: True))
+            if fp8
+            else None,
+            _q_scale=torch.tensor(0.02),
+            _k_scale=torch.tensor(0.03),
+            _v_scale=torch.tensor(0.04),
+        )
+        gains = [
+            SimpleNamespace(weight=torch.rand(SIZE).bfloat16(), variance_epsilon=1e-6)
+            for _ in range(2 * norm)
+        ]
+        attention = SimpleNamespace(
+            attn=layer,
+            rotary_emb=SimpleNamespace(
+                cos_sin_cache=torch.randn(40, SIZE).bfloat16(), is_neox_style=True
+            ),
+            **dict(zip(("q_norm", "k_norm"), gains)),
+        )
+        layer.impl.rope = rope_attention.RopeAndCache(attention)
+        cache = torch.zeros(3, KV_HEADS, 16, 2 * SIZE, dtype=torch.uint8 if fp8 else torch.bfloat16)
+        mapping = torch.tensor([5, 33, -1, 2, -1]) if slots else None
+        monkeypatch.setattr(
+            rope_attention, "get_attention_context", lambda name: (None, layer, cache, mapping)
+        )
+        return attention, cache, mapping
+
+    monkeypatch.setattr(rope_attention, "unified_attention_with_output", unified)
+    start.seen = seen
+    return start
+
+
+def run():
+    qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16()
+    positions = torch.randint(0, 40, (TOKENS,))
+    output = torch.zeros(TOKENS, HEADS, SIZE, dtype=torch.bfloat16)
+    torch.ops.oss_fused.rope_attention(qkv, positions, output, _encode_layer_name("layer"))
+    return qkv, positions, output
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotates_writes_and_attends(fp8, norm, context):
+    attention, cache, slots = context(fp8, norm)
+    qkv, positions, output = run()
+    scales = (torch.tensor([s]) if fp8 else None for s in (0.03, 0.04))
+    want_cache = torch.zeros_like(cache)
+    view = want_cache.view(FP8) if fp8 else want_cache
+    want = get_kernel("torch", "rope_kv")(
+        *(qkv, positions, attention.rotary_emb.cos_sin_cache, HEADS, True),
+        *view.transpose(1, 2).split(SIZE, -1),
+        *(slots, *scales),
+        *((attention.q_norm.weight, attention.k_norm.weight) if norm else (None, None)),
+        1e-6 if norm else 0.0,
+        torch.tensor([0.02]) if fp8 else None,
+    )
+    assert context.seen["query"].dtype == (FP8 if fp8 else torch.bfloat16)
+    assert torch.equal(output.view(TOKENS, -1), want.to(torch.bfloat16))
+    assert torch.equal(cache, want_cache)
+    written = cache.transpose(1, 2).reshape(3 * 16, -1).float().abs().sum(1) > 0
+    assert written.nonzero().flatten().tolist() == [2, 5, 33]
+
+
+def test_profiling_run_has_no_cache(context):
+    _, cache, _ = context(slots=False)
+    run()
+    assert cache.abs().sum() == 0
+
+
+def test_which_modules_fit(context):
+    attention, _, _ = context()
+    attention.attn.impl = OssAttentionImpl.__new__(OssAttentionImpl)
+    rope = RotaryEmbedding.__new__(RotaryEmbedding)
+    nn.Module.__init__(rope)
+    rope.head_size, rope.use_flashinfer = SIZE, False
+    attention.rotary_emb = rope
+    assert rope_attention._fits(attention, torch.bfloat16)
+    assert not rope_attention._fits(attention, torch.float16)
+    for owner, name, value in (
+        (attention.attn, "kv_sharing_target_layer_name", "model.layers.0"),
+        (attention.attn, "kv_cache_dtype", "fp8_per_token_head"),
+        (attention.attn, "head_size_v", 8),
+        (attention, "do_llama_4_scaling", True),
+        (attention, "rotary_emb", nn.Identity()),
+        (attention.attn, "impl", object()),
+    ):
+        if name == "kv_cache_dtype":
+            attention.attn.kv_cache_torch_dtype = torch.uint8
+        old = getattr(owner, name, None)
+        setattr(owner, name, value)
+        assert not rope_attention._fits(attention, torch.bfloat16), name
+        setattr(owner, name, old)
+        attention.attn.kv_cache_torch_dtype = torch.bfloat16
