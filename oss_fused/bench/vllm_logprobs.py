@@ -25,7 +25,7 @@ def main() -> int:
     texts = [Path(path).read_text() for path in job["texts"]]
     # vLLM is what is measured: this program needs it, importing the package does not
     vllm = importlib.import_module("vllm")
-    llm = _engine(vllm, job)
+    llm = make_engine(vllm, job["model"], job["flags"])
     windows, owners = [], []
     for number, text in enumerate(texts):
         parts = split(llm.get_tokenizer(), text, job["window"], job["max_tokens"])
@@ -53,11 +53,12 @@ def main() -> int:
     return 0
 
 
-def _engine(vllm: Any, job: dict[str, Any]) -> Any:
+def make_engine(vllm: Any, model: str, flags: list[str]) -> Any:
+    """``vllm.LLM`` of a folder, with flags as `vllm serve` takes them."""
     parsing = importlib.import_module("vllm.utils.argparse_utils")
     engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     parser = engine_args.add_cli_args(parsing.FlexibleArgumentParser())
-    arguments = parser.parse_args(["--model", job["model"], *job["flags"]])
+    arguments = parser.parse_args(["--model", model, *flags])
     return vllm.LLM(**vars(engine_args.from_cli_args(arguments)))
 
 

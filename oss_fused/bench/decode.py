@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT
+"""Decode steps and prefill of several arms, their engines side by side on one device.
+
+Starting an engine takes a minute, so all start at once, stay up and are measured in turn, cell by
+cell, in another order each round. An idle engine does not use the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from oss_fused.bench import processes
+from oss_fused.bench.compare import CPU_ENVIRONMENT, Arm
+from oss_fused.bench.decode_limits import kv_bytes, load_config
+from oss_fused.errors import ServerError
+
+WORKER = (sys.executable, "-m", "oss_fused.bench.decode_worker")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A load: ``steps`` decode steps of ``batch`` sequences, or, with 0 steps, their prefill."""
+
+    batch: int
+    context: int
+    steps: int
+
+    @property
+    def key(self) -> str:
+        """Such as ``decode 32 x 1024``."""
+        return f"{'decode' if self.steps else 'prefill'} {self.batch} x {self.context}"
+
+
+@dataclass
+class Plan:
+    """A whole measurement.
+
+    Attributes:
+        arms: all of them; the baselines are chosen when the results are condensed.
+        cells: loads, in order.
+        profiles: loads whose kernels are recorded once an arm.
+        rounds: how often every cell is measured on every arm.
+        gpu: whether the machine has one; decides defaults.
+        flags: engine flags for all arms, before an arm's own.
+        seed: of the prompts, together with round and cell.
+        startup_timeout: seconds an engine has to start.
+        worker: program and arguments, see decode_worker (replaced in tests).
+    """
+
+    arms: Sequence[Arm]
+    cells: Sequence[Cell]
+    profiles: Sequence[Cell] = ()
+    rounds: int = 2
+    gpu: bool = False
+    flags: Sequence[str] = ()
+    seed: int = 0
+    startup_timeout: float = 600.0
+    worker: Sequence[str] = field(default=WORKER)
+    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
+
+    def flags_of(self, arm: Arm) -> list[str]:
+        """All engine flags of an arm: what fits the cells, the common ones, its own."""
+        cells = [*self.cells, *self.profiles]
+        # the first sequences of a large batch decode while the last ones are prefilled
+        longest = max(_positions(cell) for cell in cells)
+        decoding = sorted({cell.batch for cell in cells if cell.steps} | {1})
+        flags = ["--max-model-len", str(longest), "--no-enable-prefix-caching"]
+        flags += ["--max-num-seqs", str(max(cell.batch for cell in cells))]
+        flags += ["--max-num-batched-tokens", str(max(cell.context for cell in cells))]
+        if self.gpu:
+            # only what is measured: each graph takes time; profiling the free memory goes wrong
+            # while another engine loads
+            flags += ["--cudagraph-capture-sizes", *map(str, decoding)]
+            flags += ["--gpu-memory-utilization", f"{0.9 / len(self.arms):.2f}"]
+            tokens = max(cell.batch * (_positions(cell) + 16) for cell in cells)
+            cache = tokens * kv_bytes(load_config(arm.model))
+            flags += ["--kv-cache-memory-bytes", str(int(1.1 * cache))]
+        else:
+            flags.append("--enforce-eager")
+        return [*flags, *self.flags, *arm.flags]
+
+
+def _positions(cell: Cell) -> int:
+    # how long a sequence may become: the first ones decode while the last ones are prefilled
+    return cell.context + cell.steps + cell.batch + 64
+
+
+class Engine:
+    """A worker process; answers of `ask` come in order."""
+
+    def __init__(self, plan: Plan, arm: Arm, folder: Path) -> None:
+        """See the class; the log goes to ``folder``."""
+        self.arm = arm
+        self.log_path = folder / f"{arm.name}.log"
+        job = folder / f"{arm.name}.json"
+        job.write_text(json.dumps({"model": arm.model, "flags": plan.flags_of(arm)}))
+        environment = dict(os.environ) if plan.gpu else CPU_ENVIRONMENT | dict(os.environ)
+        with self.log_path.open("wb") as log:
+            self._process: subprocess.Popen[bytes] = processes.start(
+                [*plan.worker, str(job)], log, environment | dict(arm.environment), pipes=True
+            )
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Engine:
+        """Nothing to set up."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process and its children."""
+        processes.stop(self._process, patience=2)
+
+    def ask(self, request: dict[str, Any], timeout: float = 300.0) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ServerError: the engine ended, is too slow, or answers with an error.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failed("ended") from None
+        return self.answer(timeout)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next answer; raises as ``ask`` does."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            raise self._failed(f"no answer in {timeout:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed("ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self._failed(answer["error"])
+        return answer
+
+    def _failed(self, why: str) -> ServerError:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line][:5]
+        shown = "\n".join(f"    {line[:300]}" for line in [*errors, *lines[-20:]])
+        return ServerError(f"engine {self.arm.name} ({self.arm.model}): {why}\n{shown}")
+
+
+def run(plan: Plan, scratch: Path) -> dict[str, Any]:
+    """Start all engines, measure every cell on each, and record kernels.
+
+    Returns:
+        "arms" (name -> command line, seconds to start), "measurements" (one dict per arm, cell
+        and round, with "ms" a step and "distinct"), "profiles" (arm, cell, and what
+        WorkerExtension.oss_profile_stop returns) and "bandwidth" in bytes per second.
+
+    Raises:
+        ServerError: an engine does not start, ends, or fails at a cell.
+    """
+    results: dict[str, Any] = {"arms": {}, "measurements": [], "profiles": []}
+    with ExitStack() as stack:
+        engines = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
+        for engine in engines:
+            engine.answer(plan.startup_timeout)
+            seconds = time.monotonic() - engine.started
+            plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
+            results["arms"][engine.arm.name] = asdict(engine.arm) | {
+                "all_flags": plan.flags_of(engine.arm),
+                "startup_seconds": round(seconds, 1),
+            }
+            shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
+            for cell in shortest.values():
+                # what is compiled at first use, and the caches
+                _measure(engine, Cell(cell.batch, cell.context, min(cell.steps, 8)), plan.seed - 1)
+        for number in range(plan.rounds):
+            for place, cell in enumerate(plan.cells):
+                for engine in engines if (number + place) % 2 == 0 else reversed(engines):
+                    answer = _measure(engine, cell, plan.seed + number)
+                    row = {"arm": engine.arm.name, "round": number, **asdict(cell), **answer}
+                    results["measurements"].append(row)
+                    median = statistics.median(answer["ms"])
+                    plan.say(
+                        f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms"
+                    )
+        results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
+        for cell in plan.profiles:
+            for engine in engines:
+                answer = engine.ask({"do": "profile", **asdict(cell), "seed": plan.seed})
+                where = {"batch": cell.batch, "context": cell.context, "cell_steps": cell.steps}
+                results["profiles"].append({"arm": engine.arm.name, **where, **answer})
+    return results
+
+
+def _measure(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:
+    if cell.steps:
+        return engine.ask({"do": "decode", **asdict(cell), "seed": seed})
+    return engine.ask({"do": "prefill", "batch": cell.batch, "context": cell.context, "seed": seed})
+
+
+def condense(
+    measurements: Sequence[dict[str, Any]], candidate: str, baselines: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One dict per cell, in the order measured.
+
+    Args:
+        measurements: as ``run`` returns them.
+        candidate: the arm that is compared.
+        baselines: arms of which the faster one counts, cell by cell.
+
+    Returns:
+        Per cell: "batch", "context", "steps", "arms": name -> {"ms": median over rounds of the
+        rounds' medians, "min", "max" (of those medians), "p10", "p90" (of all samples),
+        "distinct"}, "baseline" (its name), "speedup" and its lowest and highest over the rounds.
+    """
+    cells: dict[Cell, dict[str, list[dict[str, Any]]]] = {}
+    for row in measurements:
+        cell = Cell(row["batch"], row["context"], row["steps"])
+        cells.setdefault(cell, {}).setdefault(row["arm"], []).append(row)
+    condensed = []
+    for cell, arms in cells.items():
+        figures = {name: _figures(rows) for name, rows in arms.items()}
+        best = min(baselines, key=lambda name: figures[name]["ms"])
+        ratios = [
+            statistics.median(base["ms"]) / statistics.median(ours["ms"])
+            for base, ours in zip(arms[best], arms[candidate])
+        ]
+        condensed.append(
+            {
+                **asdict(cell),
+                "arms": figures,
+                "baseline": best,
+                "speedup": figures[best]["ms"] / figures[candidate]["ms"],
+                "speedup_min": min(ratios),
+                "speedup_max": max(ratios),
+            }
+        )
+    return condensed
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    medians = [statistics.median(row["ms"]) for row in rows]
+    samples = sorted(value for row in rows for value in row["ms"])
+    figures = {
+        "ms": statistics.median(medians),
+        "min": min(medians),
+        "max": max(medians),
+        "p10": samples[int(0.1 * (len(samples) - 1))],
+        "p90": samples[int(0.9 * (len(samples) - 1))],
+    }
+    if "distinct" in rows[0]:
+        figures["distinct"] = min(row["distinct"] for row in rows)
+    return figures
+
+
+def named_speedups(cells: Sequence[dict[str, Any]], model: str) -> dict[str, float]:
+    """``decode.<model>.speedup_b<batch>`` (the lowest of its contexts), ``prefill.<model>...``."""
+    named: dict[str, float] = {}
+    for cell in cells:
+        if cell["steps"]:
+            name = f"decode.{model}.speedup_b{cell['batch']}"
+        else:
+            name = f"prefill.{model}.speedup_{cell['batch'] * cell['context']}"
+        named[name] = min(named.get(name, float("inf")), round(cell["speedup"], 4))
+    return named

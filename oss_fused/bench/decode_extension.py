@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""What bench_decode needs inside vLLM's worker: kernels of a few steps, copy bandwidth.
+
+vLLM mixes ``WorkerExtension`` into its worker class (``--worker-extension-cls``); the engine's
+``collective_rpc`` calls the methods, between two steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oss_fused.bench.kernel_timing import copy_bandwidth
+
+
+class WorkerExtension:
+    """Methods of the worker; their names start with ``oss_`` so that none is taken."""
+
+    model_runner: Any
+
+    def oss_profile_start(self) -> None:
+        """Record kernels (on a CPU: operators) and count steps from here on."""
+        gpu = torch.cuda.is_available()
+        self._oss_steps = 0
+        self._oss_execute = self.model_runner.execute_model
+        self.model_runner.execute_model = self._oss_counted
+        if gpu:
+            torch.cuda.synchronize()
+        activities = torch.profiler.ProfilerActivity
+        self._oss_profile = torch.profiler.profile(
+            activities=[activities.CUDA if gpu else activities.CPU]
+        )
+        self._oss_profile.start()
+
+    def _oss_counted(self, *args: Any, **kwargs: Any) -> Any:
+        self._oss_steps += 1
+        return self._oss_execute(*args, **kwargs)
+
+    def oss_profile_stop(self) -> dict[str, Any]:
+        """Stop recording.
+
+        Returns:
+            "steps"; "names", each once; "launches": [index of the name, start, duration] in
+            microseconds, in order of their start.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._oss_profile.stop()
+        del self.model_runner.execute_model  # the class's own is seen again
+        wanted = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else None
+        names: dict[str, int] = {}
+        launches = []
+        for event in self._oss_profile.events() or []:
+            if event.is_user_annotation:
+                continue
+            if wanted is None or event.device_type == wanted:
+                place = names.setdefault(event.name, len(names))
+                span = event.time_range
+                launches.append([place, float(span.start), float(span.end - span.start)])
+        launches.sort(key=lambda launch: launch[1])
+        return {"steps": self._oss_steps, "names": list(names), "launches": launches}
+
+    def oss_copy_bandwidth(self) -> float | None:
+        """Bytes per second that a copy on the device reads and writes; None without a GPU."""
+        return copy_bandwidth(2**30) if torch.cuda.is_available() else None

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+r"""Measure decode steps and prefill of several vLLM set-ups side by side, and where a step goes.
+
+Every arm is an engine in processes of its own. All start at once on one device (they must fit it
+together), stay up and are measured in turn, so one start-up of a minute serves the whole
+comparison:
+
+  bench_decode.py --arm "triton=VLLM_PLUGINS= /tmp/gpt-oss-20b --moe-backend triton" \
+      --arm "marlin=VLLM_PLUGINS= /tmp/gpt-oss-20b --moe-backend marlin" \
+      --arm "oss_fp8=/tmp/gpt-oss-20b --quantization oss_fp8" --name gpt_oss_20b \
+      --output docs/results/h200/decode_gpt_oss_20b --summary docs/results/h200/summary.json
+
+An arm is NAME=[VARIABLE=VALUE ...] MODEL [engine flags as of `vllm serve`]; the last is compared
+with the faster of the others, or of --baseline. The folder gets results.json, report.md,
+profile.png and profiles.json (every launch recorded). Exit codes: 0 measured, 1 an engine failed,
+2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from oss_fused.bench import decode, decode_profile, decode_report, summary
+from oss_fused.bench.compare import Arm, check_model, parse_arm
+from oss_fused.bench.decode_limits import load_config, step_bytes
+from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.folder import writable, write_json
+from oss_fused.bench.processes import Terminated, signals_as_exceptions
+from oss_fused.errors import OssFusedError
+
+CONTEXTS, BATCHES, PREFILL = (128, 1024), (1, 8, 32, 128, 256), 8192
+
+
+def main() -> int:
+    """Parse the command line, measure, write the folder and show the report."""
+    parser = make_parser()
+    args = parser.parse_args()
+    try:
+        if args.render:
+            results = json.loads((args.render / "results.json").read_text())
+            raw = args.render / "profiles.json"
+            profiles = json.loads(raw.read_text()) if raw.is_file() else None
+            write(args, results, profiles, args.render)
+        else:
+            arms = check(parser, args)
+            results, profiles = measure(args, arms)
+            write(args, results, profiles, args.output)
+    except (OssFusedError, OSError, ValueError) as error:
+        print(f"bench_decode: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Terminated) as error:
+        print(f"bench_decode: stopped by {type(error).__name__}", file=sys.stderr)
+        return 130
+    print(f"\n{decode_report.markdown(results)}", file=sys.stderr)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Command line of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--arm", action="append", default=[], metavar="ARM", help="repeat it; see above")
+    add("--baseline", action="append", default=[], metavar="NAME", help="arms to compare with")
+    add("--output", type=Path, help="folder for the results")
+    add("--name", help="of the model in the summary, such as gpt_oss_20b (default: the folder's)")
+    add("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences that decode")
+    add("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="their prompts' tokens")
+    add("--steps", type=int, default=48, help="decode steps a measurement (default: 48)")
+    add("--prefill", type=int, default=PREFILL, help="tokens of a prompt (default: 8192)")
+    add("--rounds", type=int, default=2, help="measurements a load and arm (default: 2)")
+    add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
+    add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
+    add("--seed", type=int, default=1, help="of the prompts (default: 1)")
+    add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
+    add("--summary", type=Path, help="flat JSON to merge the speed-ups into")
+    add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm]:
+    """The arms; ends with a usage error where arguments make no sense."""
+    if len(args.arm) < 2 or not args.output:
+        parser.error("--arm (two or more) and --output are required (or --render)")
+    for name in ("batches", "contexts", "profile"):
+        values = getattr(args, name)
+        if len(set(values)) != len(values) or any(value < 1 for value in values):
+            parser.error(f"--{name} {values}: expected different numbers of at least 1")
+    for name, least in (("steps", 8), ("prefill", 1), ("rounds", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: expected at least {least}")
+    arms: list[Arm] = []
+    for text in args.arm:
+        try:
+            arms.append(parse_arm(text))
+            check_model(arms[-1].model)
+            load_config(arms[-1].model)
+        except (OSError, ValueError) as error:
+            parser.error(f"--arm: {error}")
+    names = [arm.name for arm in arms]
+    if len(set(names)) != len(names):
+        parser.error(f"--arm: names must differ, got {', '.join(names)}")
+    args.baseline = args.baseline or names[:-1]
+    if not set(args.baseline) <= set(names[:-1]):
+        parser.error(f"--baseline {args.baseline}: expected some of {', '.join(names[:-1])}")
+    try:
+        writable(args.output / "results.json")
+    except OSError as error:
+        parser.error(f"--output {args.output}: cannot be written: {error}")
+    return arms
+
+
+def measure(
+    args: argparse.Namespace, arms: list[Arm]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run the plan; the results and, apart from them, the recorded profiles."""
+    plan = decode.Plan(
+        arms=arms,
+        cells=[
+            *(decode.Cell(b, c, args.steps) for c in args.contexts for b in args.batches),
+            decode.Cell(1, args.prefill, 0),
+        ],
+        profiles=[
+            *(decode.Cell(batch, args.contexts[0], 8) for batch in args.profile),
+            *([decode.Cell(1, args.prefill, 0)] if args.profile else []),
+        ],
+        rounds=args.rounds,
+        gpu=has_gpu(),
+        flags=args.engine_flags,
+        seed=args.seed,
+        startup_timeout=args.startup_timeout,
+    )
+    settings = {name: getattr(args, name) for name in ("rounds", "seed", "engine_flags")} | {
+        "model": args.name or Path(arms[-1].model).name,
+        "config": load_config(arms[-1].model),
+        "candidate": arms[-1].name,
+        "baselines": args.baseline,
+    }
+    environment = fingerprint()
+    logs = Path(tempfile.mkdtemp(prefix="oss-fused-decode-"))
+    try:
+        with signals_as_exceptions():
+            measured = decode.run(plan, logs)
+    except BaseException:
+        print(f"bench_decode: logs are in {logs}", file=sys.stderr)
+        raise
+    shutil.rmtree(logs, ignore_errors=True)
+    profiles = measured.pop("profiles")
+    head = {"kind": "oss_fused.decode", "version": 1, "environment": environment}
+    return {**head, "settings": settings, **measured}, profiles
+
+
+def write(
+    args: argparse.Namespace,
+    results: dict[str, Any],
+    profiles: list[dict[str, Any]] | None,
+    folder: Path,
+) -> None:
+    """Condense ``results`` in place and write everything that follows from them."""
+    settings = results["settings"]
+    baselines = settings["baselines"]
+    results["cells"] = decode.condense(results["measurements"], settings["candidate"], baselines)
+    if profiles is not None:
+        results["profiles"] = [decode_profile.condense(profile) for profile in profiles]
+        for profile in results["profiles"]:
+            profile["limits"] = limits(results, profile)
+        write_json(folder / "profiles.json", profiles)
+    write_json(folder / "results.json", results)
+    (folder / "report.md").write_text(decode_report.markdown(results))
+    if any(profile["steps"] for profile in results["profiles"]):
+        decode_report.draw_chart(results, folder / "profile.png")
+    if args.summary:
+        where = summary.relative(folder / "results.json", args.summary)
+        figures = named(results)
+        merged = {name: {"value": value, "file": where} for name, value in figures.items()}
+        summary.merge_summary(args.summary, merged)
+
+
+def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, float]:
+    """Microseconds that the bytes of a decode step take, by group; none for a prefill."""
+    if not profile["steps"] or not results["bandwidth"]:
+        return {}
+    config = results["settings"]["config"]
+    sizes = step_bytes(config, profile["batch"], profile["context"])
+    return {group: size / results["bandwidth"] * 1e6 for group, size in sizes.items()}
+
+
+def named(results: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of the summary: speed-ups, and kernels a step at the smallest batch."""
+    settings = results["settings"]
+    figures = decode.named_speedups(results["cells"], settings["model"])
+    own = [p for p in results["profiles"] if p["arm"] == settings["candidate"] and p["steps"]]
+    if own:
+        fewest = min(own, key=lambda profile: int(profile["batch"]))
+        figures[f"decode.{settings['model']}.kernels_per_step"] = fewest["kernels_per_step"]
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
