@@ -28,7 +28,11 @@ RANK = {
     "tuning": 8,
     "plugin": 9,
 }
-ONLY_IN = {"vllm": "oss_fused/plugin/", "triton": "oss_fused/kernels/triton/"}
+ONLY_IN = {
+    "vllm": "oss_fused/plugin/",
+    "triton": "oss_fused/kernels/triton/",
+    "tilelang": "oss_fused/kernels/tilelang/",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

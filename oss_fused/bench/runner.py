@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
-from oss_fused.errors import OssFusedError, TritonKernelError
+from oss_fused.errors import BackendUnavailableError, OssFusedError, TritonKernelError
 from oss_fused.kernels.registry import available_backends, get_kernel, operations
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
@@ -22,15 +23,20 @@ class KernelRunner:
     """Runs operations of one backend.
 
     Args:
-        backend: "torch" or "triton".
+        backend: "torch", "triton", "cuda" or "tilelang".
+        compiled: run the reference through ``torch.compile``; "torch" only.
 
     Raises:
+        ValueError: ``compiled`` with another backend.
         BackendUnavailableError: at the first run, if the backend cannot run here.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, compiled: bool = False) -> None:
         """Remember the backend; nothing is loaded yet."""
+        if compiled and backend != "torch":
+            raise ValueError(f"compiled=True: backend={backend!r}, expected 'torch'")
         self.backend = backend
+        self.compiled = compiled
 
     def run(self, operation: str, *args: Any) -> Any:
         """Run ``operation`` and check that its outputs lie on the inputs' device.
@@ -42,7 +48,7 @@ class KernelRunner:
         """
         kernel = get_kernel(self.backend, operation)
         try:
-            result = kernel(*args)
+            result = _compiled(kernel)(*args) if self.compiled else kernel(*args)
         except OssFusedError:
             raise
         except Exception as error:
@@ -60,9 +66,22 @@ class KernelRunner:
         return result
 
 
-def shared_operations() -> list[str]:
-    """Operations that every backend available here implements."""
-    return sorted(set.intersection(*(set(operations(b)) for b in available_backends())))
+@functools.cache
+def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(kernel, dynamic=False)
+
+
+def shared_operations() -> dict[str, list[str]]:
+    """Operation -> backends that run it here, for operations with more than one."""
+    found: dict[str, list[str]] = {}
+    for backend in available_backends():
+        for operation in operations(backend):
+            try:
+                get_kernel(backend, operation)
+            except BackendUnavailableError:
+                continue
+            found.setdefault(operation, []).append(backend)
+    return {name: backends for name, backends in sorted(found.items()) if len(backends) > 1}
 
 
 def oracle(problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:

@@ -23,21 +23,29 @@ from oss_fused.errors import BackendUnavailableError
 _PACKAGES = {
     "torch": "oss_fused.kernels.reference",
     "triton": "oss_fused.kernels.triton",
+    "cuda": "oss_fused.kernels.cuda",
+    "tilelang": "oss_fused.kernels.tilelang",
 }
 _REMEDIES = {
     "triton": "it needs the package triton and an NVIDIA GPU, or TRITON_INTERPRET=1 on a CPU",
+    "cuda": "it needs an NVIDIA GPU",
+    "tilelang": 'it needs an NVIDIA GPU, nvcc and TileLang: pip install "oss-fused[tilelang]"',
 }
 
 
-def _triton_runs() -> bool:
-    if importlib.util.find_spec("triton") is None:
+def _runs(backend: str) -> bool:
+    if backend == "torch":
+        return True
+    # vLLM's operations are looked for when one is asked for: cuBLASLt's need no vLLM
+    if backend != "cuda" and importlib.util.find_spec(backend) is None:
         return False
-    return os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return interpreted or torch.cuda.is_available()
 
 
 def available_backends() -> list[str]:
     """Names of the backends that can run on this machine."""
-    return ["torch"] + (["triton"] if _triton_runs() else [])
+    return [backend for backend in _PACKAGES if _runs(backend)]
 
 
 def default_backend(device: torch.device) -> str:

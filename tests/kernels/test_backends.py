@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT
+"""Every backend that runs here computes what backend "torch" computes, for every operation.
+
+On a CPU that is Triton's interpreter; on a GPU also cuBLASLt's and vLLM's compiled operations and
+TileLang, where they are installed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oss_fused.bench.runner import KernelRunner, shared_operations
+from oss_fused.errors import BackendUnavailableError, ShapeMismatchError
+from oss_fused.kernels import cuda, registry, tilelang
+from oss_fused.kernels.registry import available_backends, get_kernel
+
+FP8 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
+# operations whose backends are compared where their inputs are made
+ELSEWHERE = {"decode_attention", "moe_fp8", "moe_mxfp4", "moe_repack_mxfp4", "moe_route"}
+
+
+def randn(*shape, dtype=BF16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight(n, k):
+    return get_kernel("torch", "quantize_fp8")(randn(n, k, seed=1), None, "channel")
+
+
+def norm_rope():
+    angles = torch.outer(torch.arange(5.0), torch.arange(16.0) / 7).repeat(1, 2)
+    tables = (angles.cos().to(BF16), angles.sin().to(BF16))
+    return (randn(2, 5, 256), 1 + 0.1 * randn(256, seed=1), *tables, 1e-6)
+
+
+def rope_kv():
+    # 4 heads of q and 2 of k and v, 64 values each
+    cache = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).clamp(-1, 1).to(BF16)
+    slots = torch.tensor([5, -1, 0])
+    caches = [torch.zeros(2, 16, 2, 64, dtype=BF16) for _ in range(2)]
+    rest = (None, None, None, None, 1e-6)
+    return (randn(3, 8 * 64), torch.tensor([3, 1, 8]), cache, 4, True, *caches, slots, *rest)
+
+
+def gemm(scales, bias=None):
+    q, q_scale = get_kernel("torch", "quantize_fp8")(randn(20, 64), None, "token")
+    w, w_scale = weight(48, 64)
+    if scales == "tensor":
+        q_scale, w_scale = q_scale[:1].view(1), w_scale[:1].view(1)
+    return (q, w, q_scale, w_scale, bias, BF16)
+
+
+def linear(static):
+    w, w_scale = weight(48, 64)
+    return (randn(20, 64), w, w_scale, torch.tensor([0.02]) if static else None, randn(48, seed=3))
+
+
+def mlp(on, activation="silu"):
+    pair = (0.1 * randn(48, 64, seed=1), 0.1 * randn(48, 64, seed=2))
+    return (randn(2, 5, 64), *pair, None, None, activation, on)
+
+
+SCALE = torch.tensor([0.02])
+# operation -> arguments; results that are FP8 codes with a scale are compared dequantised
+CASES = {
+    "act_mul_quant": [(randn(7, 128), "silu", None), (randn(7, 128), "gelu", SCALE)],
+    "add_rms_norm_quant": [
+        (randn(7, 128), residual, 1 + 0.1 * randn(128, seed=2), 1e-5, scale, write)
+        for residual in (None, randn(7, 128, seed=1))
+        for scale in (None, SCALE)
+        for write in (True, False)
+    ],
+    "dequantize_fp8": [(*weight(7, 64), torch.float32)],
+    "fp8_gemm": [gemm("rows"), gemm("tensor"), gemm("rows", randn(48, seed=3))],
+    "fp8_linear": [linear(False), linear(True)],
+    "gated_mlp": [mlp("up"), mlp("gate"), mlp("up", "gelu"), mlp("gate", "gelu_tanh")],
+    "quantize_fp8": [
+        (randn(7, 64), scale, strategy)
+        for scale, strategy in ((None, "tensor"), (None, "token"), (SCALE, "tensor"))
+    ]
+    + [(randn(7, 64), torch.full((7, 1), 0.02), "token")],
+    "rmsnorm_rope": [norm_rope()],
+    "rope_kv": [rope_kv()],
+}
+# codes are a grid of 3 mantissa bits: where a sum lands beside a tie the neighbour is as right
+TOLERANCE = {FP8: 0.02, BF16: 6e-3, torch.float32: 1e-5}
+
+
+def on(device, args):
+    return [a.to(device).clone() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def values(result):
+    """Results as comparable tensors: codes followed by their scale become what they stand for."""
+    found = [result] if isinstance(result, torch.Tensor) else list(result)
+    if found[0].dtype == FP8:
+        wide = found[0].float() * found[1].float()
+        return [(wide, FP8), *((t, t.dtype) for t in found[2:])]
+    return [(t, t.dtype) for t in found]
+
+
+PAIRS = [
+    pytest.param(operation, backend, case, id=f"{operation}-{backend}-{number}")
+    for operation, backends in shared_operations().items()
+    for backend in backends
+    for number, case in enumerate(CASES.get(operation, []))
+    if backend != "torch"
+]
+
+
+@pytest.mark.parametrize(("operation", "backend", "case"), PAIRS)
+def test_backends_agree(operation, backend, case, device):
+    ours, theirs = on(device, case), on(device, case)
+    actual = values(KernelRunner(backend).run(operation, *ours))
+    expected = values(get_kernel("torch", operation)(*theirs))
+    # what an operation writes into its arguments is a result, too
+    actual += [(t, t.dtype) for t in ours if isinstance(t, torch.Tensor)]
+    expected += [(t, t.dtype) for t in theirs if isinstance(t, torch.Tensor)]
+    for (got, kind), (want, _) in zip(actual, expected, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        if want.numel():
+            error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9)
+            assert error <= TOLERANCE.get(kind, 0.0), f"relative error {error}"
+
+
+def test_every_shared_operation_has_cases():
+    assert set(shared_operations()) <= CASES.keys() | ELSEWHERE
+    assert {*cuda.OPERATIONS, *tilelang.OPERATIONS} <= CASES.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize(
+    ("backend", "words"), [("cuda", "NVIDIA GPU"), ("tilelang", r"pip install .*\[tilelang\]")]
+)
+def test_a_missing_backend_says_how_to_get_it(backend, words):
+    assert backend not in available_backends()
+    with pytest.raises(BackendUnavailableError, match=words):
+        get_kernel(backend, "fp8_gemm")
+
+
+def test_missing_vllm_operations_say_how_to_get_them(monkeypatch):
+    from oss_fused.kernels.cuda import extension
+
+    monkeypatch.setattr(registry, "available_backends", lambda: ["torch", "cuda"])
+    monkeypatch.setattr(extension, "library_file", lambda: None)
+    extension.vllm_ops.cache_clear()
+    get_kernel.cache_clear()
+    with pytest.raises(BackendUnavailableError, match="pip install vllm"):
+        get_kernel("cuda", "rope_kv")
+    # cuBLASLt's product needs no vLLM, and names what it cannot do
+    args = gemm("rows")
+    with pytest.raises(ShapeMismatchError, match="multiples of 16"):
+        get_kernel("cuda", "fp8_gemm")(args[0], args[1][:8], args[2], args[3][:8], None, BF16)
+    extension.vllm_ops.cache_clear()
+    get_kernel.cache_clear()
+
+
+def test_only_the_reference_compiles():
+    args = on("cpu", norm_rope())
+    with pytest.raises(ValueError, match="backend='triton'"):
+        KernelRunner("triton", compiled=True)
+    assert KernelRunner("torch", compiled=True).compiled
+    assert KernelRunner("torch").run("rmsnorm_rope", *args).shape == args[0].shape
