@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""``oss_fused::moe_repack_mxfp4``, ``moe_route``, ``moe_mxfp4`` and ``moe_fp8``: expert layers.
+"""Expert layers: ``oss_fused::moe_repack_mxfp4``, ``add_rms_norm_router``, ``moe_route``,
+``moe_mxfp4`` and ``moe_fp8``.
 
 T tokens, H hidden size, I intermediate size (of this rank), E experts of this rank (all of them
 without expert parallelism), G experts of the model.
@@ -12,6 +13,12 @@ moe_repack_mxfp4(weight, scale, gate_up) -> (packed, packed_scale)
     w2 [E, H, I/2]. packed has weight's shape and dtype; packed_scale is int32
     [E, N/64, ceil(K/128), 64]: as many bytes as scale, rounded up to whole chunks of 128 columns.
     Both are opaque; kernels/reference/mxfp4.py describes and inverts them.
+
+add_rms_norm_router(x, residual, weight, eps, gate, gate_bias) -> (normed, residual_out, logits)
+    What comes before the experts, for few tokens in one launch. x, residual [T, H], weight [H],
+    gate [G, H], gate_bias [G], all of one dtype: residual_out = x + residual (a copy of x without
+    residual), normed = rms_norm(residual_out) * weight rounded as in add_rms_norm_quant, logits
+    [T, G] = normed @ gate.T + gate_bias, summed in float32.
 
 moe_route(router_logits, top_k, renormalize) -> (topk_weights, topk_ids)
     router_logits [T, G] float; topk_weights [T, top_k] float32, topk_ids [T, top_k] int32, largest
@@ -64,6 +71,17 @@ def _moe_repack_mxfp4_fake(
     return weight.new_empty(weight.shape), scale.new_empty(shape, dtype=torch.int32)
 
 
+def _add_rms_norm_router_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], gate.shape[0])
+
+
 def _moe_route_fake(
     router_logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +130,11 @@ def _moe_fp8_fake(
 register_op(
     "moe_repack_mxfp4(Tensor weight, Tensor scale, bool gate_up) -> (Tensor, Tensor)",
     _moe_repack_mxfp4_fake,
+)
+register_op(
+    "add_rms_norm_router(Tensor x, Tensor? residual, Tensor weight, float eps, Tensor gate, "
+    "Tensor? gate_bias) -> (Tensor normed, Tensor residual_out, Tensor logits)",
+    _add_rms_norm_router_fake,
 )
 register_op(
     "moe_route(Tensor router_logits, int top_k, bool renormalize) -> (Tensor, Tensor)",

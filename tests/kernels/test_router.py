@@ -142,3 +142,34 @@ def test_poisoned_rows_decode_to_nan(device, poison, levels):
     codes, scale = encode_rows(x, levels)
     assert scale[0].isnan() or scale[0].isinf()
     assert torch.equal(decoded(codes, scale, 64)[1], x[1].float())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [0, 3, 70])
+def test_norm_and_router_in_one_launch(device, backend, tokens):
+    torch.manual_seed(tokens)
+    experts, hidden = 10, 160
+    x, residual = torch.randn(2, tokens, hidden, device=device).bfloat16()
+    gain, bias = torch.rand(hidden, device=device), torch.randn(experts, device=device)
+    gain, bias = gain.bfloat16(), bias.bfloat16()
+    gate = torch.randn(experts, hidden, device=device).bfloat16()
+    run = get_kernel(backend, "add_rms_norm_router")
+    for earlier, shift in ((residual, bias), (None, None)):
+        normed, added, logits = run(x, earlier, gain, 1e-5, gate, shift)
+        _, _, expected_added, expected = get_kernel("torch", "add_rms_norm_quant")(
+            x, earlier, gain, 1e-5, None
+        )
+        assert torch.equal(added, expected_added)
+        # the sum of squares may be ordered differently: one step of bfloat16
+        torch.testing.assert_close(normed, expected, rtol=2**-7, atol=0)
+        plain = normed.float() @ gate.float().T + (0 if shift is None else shift.float())
+        torch.testing.assert_close(logits.float(), plain, rtol=2**-7, atol=0.05)
+
+
+def test_norm_and_router_refuse_what_does_not_fit(device):
+    x, gate = torch.zeros(2, 64, device=device), torch.zeros(4, 64, device=device)
+    run = get_kernel("torch", "add_rms_norm_router")
+    with pytest.raises(ShapeMismatchError, match="gate"):
+        run(x, None, torch.ones(64, device=device), 1e-5, gate[:, :32], None)
+    with pytest.raises(UnsupportedDtypeError, match="gate"):
+        run(x, None, torch.ones(64, device=device), 1e-5, gate.bfloat16(), None)

@@ -5,6 +5,7 @@
 OPERATIONS: dict[str, str] = {
     "act_mul_quant": "mlp",
     "add_rms_norm_quant": "norm",
+    "add_rms_norm_router": "router",
     "decode_attention": "attention",
     "dequantize_fp8": "quantize",
     "fp8_gemm": "gemm",
