@@ -15,12 +15,14 @@ _ONE_HOT = 8192
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of one product: 64-row weight groups, chunks a step, stages, and w2's shares of K."""
+    """Tile of one product: 64-row weight groups, chunks a step, stages, w2's shares of K, and the
+    warpgroups (four warps each) among which the groups are divided."""
 
     groups: int
     depth: int
     stages: int
     shares: int = 1
+    warpgroups: int = 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,11 @@ _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
     """Kernel arguments for a tile; ``groups``: the 64-row groups that the weight has."""
     taken = min(tile.groups, 1 << (groups.bit_length() - 1))
-    return {"GROUPS": taken, "DEPTH": tile.depth, "STAGES": tile.stages, "num_warps": 4}
+    warpgroups = min(tile.warpgroups, taken)
+    return {
+        "GROUPS": taken, "DEPTH": tile.depth, "STAGES": tile.stages, "WARPGROUPS": warpgroups,
+        "num_warps": 4 * warpgroups,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_pairs"])

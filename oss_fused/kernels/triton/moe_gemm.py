@@ -26,30 +26,80 @@ from oss_fused.kernels.triton.numerics import from_fp8, round_to, to_fp8
 
 @triton.jit
 def _weight_pointers(weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
-                     DEPTH: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Pointers of a tile's packed bytes (WIDTH a row) and scale words, in unpack_weights' order."""
+                     DEPTH: tl.constexpr, width,
+                     WARPGROUPS: tl.constexpr):  # fmt: skip
+    """Pointers of a tile's packed bytes (``width`` a row) and scale words, as unpack_weights
+    wants them."""
     q = tl.arange(0, 64 * GROUPS * DEPTH)
     row = q // (32 * GROUPS * DEPTH) * 32 + q % 32
-    group = q // (32 * DEPTH) % GROUPS
-    chunk = q // 32 % DEPTH
-    base = weight + group.to(tl.int64) * (64 * (K // 2)) + chunk * 4096 + row * WIDTH
+    turn = q // (32 * WARPGROUPS * DEPTH) % (GROUPS // WARPGROUPS)
+    group = turn * WARPGROUPS + q // 32 % WARPGROUPS
+    chunk = q // (32 * WARPGROUPS) % DEPTH
+    base = weight + group.to(tl.int64) * (64 * (K // 2)) + chunk * 4096 + row * width
     words = weight_scale + group * (64 * ((K + 127) // 128)) + chunk * 64 + row
     return base[:, None] + tl.arange(0, 64)[None, :], words
 
 
 @triton.jit
+def _token_rows(x, rows, mask, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Pointers and mask of a tile's columns: column 2r + l is level l of token r."""
+    column = tl.arange(0, ROWS * LEVELS)
+    rows = rows[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
+    mask = mask[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
+    return x + (rows.to(tl.int64) * LEVELS + column % LEVELS) * KP, mask
+
+
+@triton.jit
+def _add_levels(acc, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Products [M, ROWS * LEVELS] with the levels' columns -> [M, ROWS]."""
+    if LEVELS == 2:
+        first, second = acc.reshape(acc.shape[0], ROWS, 2).split()
+        acc = first + second * 0.0625
+    return acc
+
+
+@triton.jit
 def _add_chunk(
     acc, x_base, x_mask, weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
-    AT: tl.constexpr, PROMOTE: tl.constexpr,
+    AT: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
     """Add one chunk, which may be the last; the blocks that its rows lack count as zeros."""
     WIDTH: tl.constexpr = min(K - AT * 128, 128) // 2
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, 1, WIDTH)
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, 1, WIDTH, WARPGROUPS)
     w = tl.load(w_ptrs + AT * 4096, mask=(tl.arange(0, 64) < WIDTH)[None, :], other=0)
     s = tl.load(s_ptrs + AT * 64)
     x_ptrs = x_base[:, None] + AT * 128 + tl.arange(0, 128)[None, :]
     tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-    return dot_tile(unpack_weights(w, s, GROUPS, 1), tokens.T, acc, PROMOTE)
+    return dot_tile(unpack_weights(w, s, GROUPS, 1, WARPGROUPS), tokens.T, acc, PROMOTE)
+
+
+@triton.jit
+def _only_step(
+    x, weight, weight_scale, x_rows, x_mask, share,
+    K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    GROUPS: tl.constexpr, DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
+):  # fmt: skip
+    """``_products`` of a share that is one step: its weights are on their way before the wait."""
+    CHUNKS: tl.constexpr = (K + 127) // 128
+    LAST: tl.constexpr = (K - (CHUNKS - 1) * 128) // 2
+    begin = share * DEPTH
+    q = tl.arange(0, 64 * GROUPS * DEPTH)
+    chunk = begin + q // (32 * WARPGROUPS) % DEPTH
+    width = tl.where(chunk < CHUNKS - 1, 64, tl.where(chunk == CHUNKS - 1, LAST, 0))
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, width, WARPGROUPS)
+    mask = tl.arange(0, 64)[None, :] < width[:, None]
+    w = tl.load(w_ptrs + begin * 4096, mask=mask, other=0, eviction_policy="evict_first")
+    s = tl.load(s_ptrs + begin * 64, mask=chunk < CHUNKS, other=0)
+    start_next()
+    wait_for_inputs()
+    x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
+    k = begin * 128 + tl.arange(0, 128 * DEPTH)
+    tokens = tl.load(
+        x_base[:, None] + k[None, :], mask=x_mask[:, None] & (k < KP)[None, :], other=0.0
+    )
+    acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
+    acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
+    return _add_levels(acc, ROWS, LEVELS)
 
 
 @triton.jit
@@ -57,7 +107,7 @@ def _products(
     x, weight, weight_scale, x_rows, x_mask, share,
     K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
     GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr, PROMOTE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
     """Weight rows x tokens [64 * GROUPS, ROWS] over one share of K; no scales applied yet."""
     WHOLE: tl.constexpr = K // 128
@@ -66,31 +116,27 @@ def _products(
     STEP: tl.constexpr = (CHUNKS + SHARES * DEPTH - 1) // (SHARES * DEPTH) * DEPTH
     begin = share * STEP
     steps = WHOLE // DEPTH if SHARES == 1 else tl.minimum(STEP, WHOLE - begin) // DEPTH
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, 64)
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, 64, WARPGROUPS)
     w_ptrs += begin * 4096
     s_ptrs += begin * 64
-    # column 2r + l of the tile is level l of token r
-    column = tl.arange(0, ROWS * LEVELS)
-    x_rows = x_rows[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
-    x_mask = x_mask[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
-    x_base = x + (x_rows.to(tl.int64) * LEVELS + column % LEVELS) * KP
+    x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
     x_ptrs = x_base[:, None] + begin * 128 + tl.arange(0, 128 * DEPTH)[None, :]
     acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
     for _ in tl.range(0, steps, num_stages=STAGES):
-        w = tl.load(w_ptrs, eviction_policy="evict_first")
+        # few tokens: no other program reads these weights
+        w = tl.load(w_ptrs, eviction_policy="evict_first" if ROWS <= 32 else "")
         s = tl.load(s_ptrs)
         tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-        acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH), tokens.T, acc, PROMOTE)
+        acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
         w_ptrs += 4096 * DEPTH
         s_ptrs += 64 * DEPTH
         x_ptrs += 128 * DEPTH
     if share == SHARES - 1:
         for at in tl.static_range(WHOLE // DEPTH * DEPTH, CHUNKS):
-            acc = _add_chunk(acc, x_base, x_mask, weight, weight_scale, K, GROUPS, at, PROMOTE)
-    if LEVELS == 2:
-        first, second = acc.reshape(64 * GROUPS, ROWS, 2).split()
-        acc = first + second * 0.0625
-    return acc
+            acc = _add_chunk(
+                acc, x_base, x_mask, weight, weight_scale, K, GROUPS, at, PROMOTE, WARPGROUPS
+            )
+    return _add_levels(acc, ROWS, LEVELS)
 
 
 @triton.jit
@@ -99,6 +145,7 @@ def _gate_up_kernel(
     top_k: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, OP: tl.constexpr,
     ROWS: tl.constexpr, LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr,
     SILU: tl.constexpr, STAGES: tl.constexpr, PROMOTE: tl.constexpr, DTYPE: tl.constexpr,
+    WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
     """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, LEVELS, OP], or DTYPE [P, N/2] (SILU)."""
     SPAN: tl.constexpr = 32 * GROUPS
@@ -122,7 +169,7 @@ def _gate_up_kernel(
     token = tl.load(order + position, mask=mask, other=0) // top_k
     acc = _products(
         x, weight, weight_scale, token, mask, 0, K, KP, ROWS, LEVELS, GROUPS,
-        DEPTH, 1, PROMOTE, STAGES,
+        DEPTH, 1, PROMOTE, STAGES, WARPGROUPS,
     )  # fmt: skip
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
     pairs = acc.reshape(GROUPS, 4, 2, 8, ROWS).permute(0, 1, 3, 4, 2).reshape(SPAN, ROWS, 2)
@@ -169,7 +216,7 @@ def _down_kernel(
     x, x_scale, weight, weight_scale, bias, out, tiles, n_pairs,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
     LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr, PROMOTE: tl.constexpr,
+    STAGES: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
     """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
 
@@ -188,14 +235,20 @@ def _down_kernel(
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
     weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
-    start_next()
-    wait_for_inputs()
     position = begin + tl.arange(0, ROWS)
     mask = tl.arange(0, ROWS) < count
-    acc = _products(
-        x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
-        SHARES, PROMOTE, STAGES,
-    )  # fmt: skip
+    if SHARES * DEPTH >= (K + 127) // 128:
+        acc = _only_step(
+            x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
+            PROMOTE, WARPGROUPS,
+        )  # fmt: skip
+    else:
+        start_next()
+        wait_for_inputs()
+        acc = _products(
+            x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
+            SHARES, PROMOTE, STAGES, WARPGROUPS,
+        )  # fmt: skip
     row = group_row(tl.arange(0, 64 * GROUPS))
     s_ptrs = weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64
     acc *= row_scale(tl.load(s_ptrs))[:, None]

@@ -67,22 +67,29 @@ def row_scale(words):
 
 
 @triton.jit
-def unpack_weights(weight, words, GROUPS: tl.constexpr, DEPTH: tl.constexpr):
+def unpack_weights(
+    weight, words, GROUPS: tl.constexpr, DEPTH: tl.constexpr, WARPGROUPS: tl.constexpr
+):
     """Tile of e4m3 weights [64 * GROUPS, 128 * DEPTH] from packed bytes and scale words.
 
     Args:
         weight: uint8 [64 * GROUPS * DEPTH, 64] and
-        words: int32 [64 * GROUPS * DEPTH], both with rows in the order (pair, group, chunk, warp,
-            row): row ``32 * pair + 8 * warp + row`` of a group's chunk in memory. With four warps
-            a thread then loads the very bytes that it unpacks.
-        GROUPS: groups of 64 rows.
+        words: int32 [64 * GROUPS * DEPTH], both with rows in the order (pair, turn, chunk,
+            warpgroup, warp, row): row ``32 * pair + 8 * warp + row`` of group
+            ``turn * WARPGROUPS + warpgroup`` in memory. A thread then loads the very bytes that
+            it unpacks.
+        GROUPS: groups of 64 rows, a multiple of WARPGROUPS.
         DEPTH: chunks of 128 columns.
+        WARPGROUPS: of the program, four warps each.
     """
     ROWS: tl.constexpr = 64 * GROUPS
-    words = words.reshape(2, GROUPS, DEPTH, 4, 8).permute(1, 3, 0, 4, 2).reshape(ROWS, DEPTH)
+    TURNS: tl.constexpr = GROUPS // WARPGROUPS
+    words = words.reshape(2, TURNS, DEPTH, WARPGROUPS, 4, 8).permute(1, 3, 4, 0, 5, 2)
+    words = words.reshape(ROWS, DEPTH)
     block = tl.arange(0, 4)
     step = (words[:, :, None] >> (8 * block)[None, None, :]) & 0x78
-    weight = weight.reshape(2, GROUPS, DEPTH, 4, 8, 4, 4, 4).permute(1, 3, 0, 4, 2, 6, 5, 7)
+    weight = weight.reshape(2, TURNS, DEPTH, WARPGROUPS, 4, 8, 4, 4, 4)
+    weight = weight.permute(1, 3, 4, 0, 5, 2, 7, 6, 8)
     if INTERPRETED:
         # the same codes without PRMT: find each value's nibble and sign in its word
         weight = weight.reshape(ROWS * DEPTH, 4, 4, 4).to(tl.int32)
