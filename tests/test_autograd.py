@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from oss_fused import autograd
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
+from oss_fused.kernels.reference import backward
 from oss_fused.specs import GatedMLPInput, RMSNormRoPEInput
 
 EPS = 1e-6
@@ -43,7 +44,7 @@ class Rope64(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (*autograd.rmsnorm_rope_backward(grad, *ctx.saved_tensors, EPS), None, None)
+        return (*backward.rmsnorm_rope_backward(grad, *ctx.saved_tensors, EPS), None, None)
 
 
 class Mlp64(torch.autograd.Function):
@@ -57,7 +58,8 @@ class Mlp64(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (*autograd.gated_mlp_backward(grad, *ctx.saved_tensors, *ctx.options), None, None)
+        projections = backward.gated_mlp_backward(grad, *ctx.saved_tensors, *ctx.options)
+        return (*autograd.gated_mlp_gradients(*projections, *ctx.saved_tensors), None, None)
 
 
 def test_gradcheck_rmsnorm_rope():
@@ -117,6 +119,62 @@ def test_fp8_gemm_is_straight_through(quantized_weight):
     torch.testing.assert_close(bias.grad, grad.sum(0))
     if not quantized_weight:
         torch.testing.assert_close(b.grad, a.detach().t() @ grad)
+
+
+def test_frozen_inputs_cost_nothing():
+    args = GatedMLPInput(2, 3, 8, 16, dtype=torch.float32).make()
+    args["up_weight"].requires_grad_()
+    out = fused_gated_mlp(**args)
+    (expected,) = torch.autograd.grad(
+        mlp_formula(args["x"], args["gate_weight"], args["up_weight"], "silu", "up").sum(),
+        args["up_weight"],
+    )
+    out.sum().backward()
+    torch.testing.assert_close(args["up_weight"].grad, expected, rtol=1e-4, atol=1e-5)
+    assert args["x"].grad is None and args["gate_weight"].grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [2048, 2880, 8192])
+def test_rmsnorm_rope_gradients_on_a_gpu(hidden):
+    """bfloat16 in Triton against the float64 formula through autograd."""
+    args = RMSNormRoPEInput(2, 130, hidden, 64).make()
+    ours = {n: t.cuda().requires_grad_(n in ("x", "weight")) for n, t in args.items()}
+    wide = {n: t.double().requires_grad_(n in ("x", "weight")) for n, t in args.items()}
+    grad = torch.randn(2, 130, hidden).bfloat16()
+    fused_rmsnorm_rope(**ours).backward(grad.cuda())
+    rope_formula(**wide).backward(grad.double())
+    for name in ("x", "weight"):
+        got, want = ours[name].grad.cpu().double(), wide[name].grad
+        assert (got - want).norm() / want.norm() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 200])
+@pytest.mark.parametrize("activation_on", ["up", "gate"])
+def test_gated_mlp_gradients_on_a_gpu(rows, activation_on):
+    """Likewise; the products round what they are given, so each side keeps its own rounding."""
+    args = GatedMLPInput(1, rows, 512, 704).make()
+    names = ("x", "gate_weight", "up_weight")
+    ours = [args[n].cuda().requires_grad_() for n in names]
+    wide = [args[n].double().requires_grad_() for n in names]
+    grad = torch.randn(1, rows, 704).bfloat16()
+    fused_gated_mlp(*ours, activation_on=activation_on).backward(grad.cuda())
+    mlp_formula(*wide, "silu", activation_on).backward(grad.double())
+    for a, b in zip(ours, wide, strict=True):
+        assert (a.grad.cpu().double() - b.grad).norm() / b.grad.norm() < 8e-3
+
+
+@pytest.mark.gpu
+def test_fp8_gemm_gradients_on_a_gpu():
+    a, b = torch.randn(64, 256).bfloat16(), torch.randn(256, 96).bfloat16()
+    ours = [t.cuda().requires_grad_() for t in (a, b)]
+    grad = torch.randn(64, 96).bfloat16()
+    fp8_gemm(*ours).backward(grad.cuda())
+    wanted = (grad.double() @ b.double().t(), a.double().t() @ grad.double())
+    for got, want in zip(ours, wanted, strict=True):
+        assert got.grad.dtype == torch.bfloat16
+        assert (got.grad.cpu().double() - want).norm() / want.norm() < 4e-3
 
 
 def test_no_graph_without_grad():

@@ -18,7 +18,14 @@ from oss_fused.kernels.registry import available_backends, get_kernel
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 # operations whose backends are compared where their inputs are made
-ELSEWHERE = {"decode_attention", "moe_fp8", "moe_mxfp4", "moe_repack_mxfp4", "moe_route"}
+ELSEWHERE = {
+    "add_rms_norm_router",
+    "decode_attention",
+    "moe_fp8",
+    "moe_mxfp4",
+    "moe_repack_mxfp4",
+    "moe_route",
+}
 
 
 def randn(*shape, dtype=BF16, seed=0):
@@ -75,6 +82,11 @@ CASES = {
     "dequantize_fp8": [(*weight(7, 64), torch.float32)],
     "fp8_gemm": [gemm("rows"), gemm("tensor"), gemm("rows", randn(48, seed=3))],
     "fp8_linear": [linear(False), linear(True)],
+    "gated_mlp_backward": [
+        (randn(2, 5, 48, seed=4), *mlp(on)[:3], activation, on)
+        for on in ("up", "gate")
+        for activation in ("silu", "gelu", "gelu_tanh")
+    ],
     "gated_mlp": [mlp("up"), mlp("gate"), mlp("up", "gelu"), mlp("gate", "gelu_tanh")],
     "quantize_fp8": [
         (randn(7, 64), scale, strategy)
@@ -82,6 +94,7 @@ CASES = {
     ]
     + [(randn(7, 64), torch.full((7, 1), 0.02), "token")],
     "rmsnorm_rope": [norm_rope()],
+    "rmsnorm_rope_backward": [(randn(2, 5, 256, seed=4), *norm_rope())],
     "rope_kv": [rope_kv()],
 }
 # codes are a grid of 3 mantissa bits: where a sum lands beside a tie the neighbour is as right

@@ -11,11 +11,13 @@ OPERATIONS: dict[str, str] = {
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
     "gated_mlp": "mlp_gated",
+    "gated_mlp_backward": "mlp_gated_backward",
     "moe_fp8": "moe_fp8",
     "moe_mxfp4": "moe",
     "moe_repack_mxfp4": "mxfp4",
     "moe_route": "router",
     "quantize_fp8": "quantize",
     "rmsnorm_rope": "rope",
+    "rmsnorm_rope_backward": "rope_backward",
     "rope_kv": "rope_kv",
 }
