@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oss_fused.kernels.triton.launch import multiprocessors
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
+from oss_fused.kernels.triton.tma import row_descriptor
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def gemm_large(
     n = b.shape[0]
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
     _gemm_large_kernel[(min(tiles, multiprocessors(a.device)),)](
-        TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k]),
-        TensorDescriptor(b, list(b.shape), list(b.stride()), [block_n, block_k]),
+        row_descriptor(a, block_m, block_k),
+        row_descriptor(b, block_n, block_k),
         a_scale,
         b_scale,
         bias,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
+from oss_fused.kernels.triton.tma import row_descriptor
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -82,8 +82,8 @@ def gemm_swap(
     m, k = a.shape
     n = b.shape[0]
     _gemm_swap_kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
-        TensorDescriptor(a, [m, k], [a.stride(0), 1], [block_m, block_k]),
-        TensorDescriptor(b, [n, k], [b.stride(0), 1], [block_n, block_k]),
+        row_descriptor(a, block_m, block_k),
+        row_descriptor(b, block_n, block_k),
         a_scale,
         b_scale,
         bias,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, dot_fp8, round_to
 from oss_fused.kernels.triton.quantize import quantize_fp8
+from oss_fused.kernels.triton.tma import row_descriptor
 from oss_fused.kernels.validation import as_rows, check_gated_mlp
 
 
@@ -131,12 +131,10 @@ def gated_mlp(
     tma = (k * rows.element_size()) % 16 == 0 and all(
         t.data_ptr() % 16 == 0 for t in (rows, *weights)
     )
-    sources: list[torch.Tensor | TensorDescriptor] = [rows, *weights]
+    sources = [rows, *weights]
     if tma:
-        sources = [
-            TensorDescriptor(t, [t.shape[0], k], [k, 1], [block, block_k])
-            for t, block in ((rows, block_m), (weights[0], block_n), (weights[1], block_n))
-        ]
+        blocks = (block_m, block_n, block_n)
+        sources = [row_descriptor(t, b, block_k) for t, b in zip(sources, blocks, strict=True)]
     _gated_mlp_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
         *sources,
         x_scale,
