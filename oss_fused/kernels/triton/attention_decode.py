@@ -12,6 +12,8 @@ one that arrives last adds them up in order: one launch, no float atomics, the s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,6 @@ _BLOCK_N = 64
 # than they save
 _MAX_SPLITS = 16
 _TARGET_PROGRAMS = 1024
-_WINDOW_PER_SPLIT = 256
 
 
 @triton.jit
@@ -37,6 +38,27 @@ def _load_tile(cache, offsets, mask, dtype: tl.constexpr):
         return from_fp8(tile).to(dtype)
     else:
         return tile.to(dtype)
+
+
+@triton.jit
+def _rows(table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn):
+    """Offsets of the keys and of the values at ``positions``."""
+    pages = tl.load(table + positions // page_size, mask=valid, other=0).to(tl.int64)
+    slots = positions % page_size
+    return pages * stride_kp + slots * stride_kn, pages * stride_vp + slots * stride_vn
+
+
+@triton.jit
+def _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE: tl.constexpr):
+    """One step of the online softmax; ``valid`` holds at least one position."""
+    logits = tl.dot(q, tl.trans(k)) * scale
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, 1))
+    weights = tl.exp2(logits - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(round_to(weights, DTYPE), v)
+    return new_best, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "page_size"])
@@ -71,7 +93,6 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,12 +102,11 @@ def _decode_attention_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    wait_for_inputs()
+    splits = tl.num_programs(2)
     length = tl.load(seq_lens + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    first_tile = first // BLOCK_N
-    tiles = tl.maximum(tl.cdiv(length, BLOCK_N) - first_tile, 1)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
+    tiles_per_split = tl.cdiv(tiles, splits)
     active = tl.cdiv(tiles, tiles_per_split)
     if split >= active:
         return
@@ -97,45 +117,58 @@ def _decode_attention_kernel(
     in_d = offs_d < HEAD_DIM
     mask_q = in_g[:, None] & in_d[None, :]
     heads = head * GROUP + offs_g
+    key_head = key_cache + head * stride_kh
+    value_head = value_cache + head * stride_vh
+    table = block_table + row * table_stride
+    begin = first + split * tiles_per_split * BLOCK_N
+    end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
+
+    # all but the newest position was written by an earlier step: no need to wait for it
+    positions = begin + tl.arange(0, BLOCK_N)
+    valid = positions < end
+    newest = positions == length - 1
+    k_rows, v_rows = _rows(
+        table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn
+    )
+    k_offsets = k_rows[:, None] + offs_d[None, :]
+    v_offsets = v_rows[:, None] + offs_d[None, :]
+    old = (valid & ~newest)[:, None] & in_d[None, :]
+    k = _load_tile(key_head, k_offsets, old, DTYPE)
+    v = _load_tile(value_head, v_offsets, old, DTYPE)
+    wait_for_inputs()
     q_offsets = row * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
     q = _load_tile(query, q_offsets, mask_q, DTYPE)
+    if end == length:
+        new = newest[:, None] & in_d[None, :]
+        k = tl.where(new, _load_tile(key_head, k_offsets, new, DTYPE), k)
+        v = tl.where(new, _load_tile(value_head, v_offsets, new, DTYPE), v)
+
     scale = softmax_scale * _LOG2E
     if q_scale is not None:
         scale *= tl.load(q_scale)
     if k_scale is not None:
         scale *= tl.load(k_scale)
-
     best = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    begin = (first_tile + split * tiles_per_split) * BLOCK_N
-    end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
+    # a padding row has no position at all
+    if length > 0:
+        best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
+    for start in range(begin + BLOCK_N, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        valid = (positions >= first) & (positions < length)
-        pages = tl.load(
-            block_table + row * table_stride + positions // page_size, mask=valid, other=0
-        ).to(tl.int64)
-        slots = positions % page_size
+        valid = positions < end
+        k_rows, v_rows = _rows(
+            table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn
+        )
         mask = valid[:, None] & in_d[None, :]
-        k_rows = pages * stride_kp + slots * stride_kn + head * stride_kh
-        v_rows = pages * stride_vp + slots * stride_vn + head * stride_vh
-        k = _load_tile(key_cache, k_rows[:, None] + offs_d[None, :], mask, DTYPE)
-        v = _load_tile(value_cache, v_rows[:, None] + offs_d[None, :], mask, DTYPE)
-        logits = tl.dot(q, tl.trans(k)) * scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
-        # each tile holds a valid position, so the new maximum is a number
-        new_best = tl.maximum(best, tl.max(logits, 1))
-        weights = tl.exp2(logits - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(round_to(weights, DTYPE), v)
-        best = new_best
+        k = _load_tile(key_head, k_rows[:, None] + offs_d[None, :], mask, DTYPE)
+        v = _load_tile(value_head, v_rows[:, None] + offs_d[None, :], mask, DTYPE)
+        best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
 
     slot = row * HEADS + head
     writes = active == 1
     if active > 1:
-        here = (slot * SPLITS + split) * BLOCK_G
+        here = (slot * splits + split) * BLOCK_G
         tl.store(partial_sums + (here + offs_g[:, None]) * BLOCK_D + offs_d[None, :], acc)
         tl.store(partial_stats + (here + offs_g) * 2, best)
         tl.store(partial_stats + (here + offs_g) * 2 + 1, total)
@@ -149,7 +182,7 @@ def _decode_attention_kernel(
             total = tl.zeros([BLOCK_G], tl.float32)
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             for other in range(0, active):
-                there = (slot * SPLITS + other) * BLOCK_G
+                there = (slot * splits + other) * BLOCK_G
                 other_best = tl.load(partial_stats + (there + offs_g) * 2, cache_modifier=".cg")
                 other_total = tl.load(
                     partial_stats + (there + offs_g) * 2 + 1, cache_modifier=".cg"
@@ -179,12 +212,30 @@ def _decode_attention_kernel(
         tl.store(out + o_offsets, round_to(result, out.dtype.element_ty), mask=mask_q)
 
 
-def split_count(rows: int, heads: int, window: int) -> int:
-    """Programs a head: a power of two that fills the GPU."""
+class Launch(NamedTuple):
+    """How a batch is cut up: programs a head, positions a tile, warps and loads in flight."""
+
+    splits: int
+    block_n: int
+    warps: int = 4
+    stages: int = 3
+
+
+def launch_for(rows: int, heads: int, head_dim: int, window: int, positions: int) -> Launch:
+    """The launch of a batch; depends on nothing that changes between replays of a CUDA graph.
+
+    Args:
+        rows: sequences, padding included.
+        heads: KV heads.
+        head_dim: of a head.
+        window: of the layer, 0 for none.
+        positions: most that a sequence can have, by the width of the block table.
+    """
+    block_n = _BLOCK_N
+    tiles = triton.cdiv(min(window or positions, positions), block_n)
     wanted = max(1, _TARGET_PROGRAMS // max(1, rows * heads))
-    if window:
-        wanted = min(wanted, triton.cdiv(window, _WINDOW_PER_SPLIT))
-    return min(_MAX_SPLITS, triton.next_power_of_2(wanted))
+    splits = min(_MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(tiles))
+    return Launch(splits, block_n)
 
 
 def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
@@ -216,7 +267,9 @@ def decode_attention(
         return
     page_size, heads = key_cache.shape[1:3]
     group = q_heads // heads
-    splits = split_count(rows, heads, window)
+    positions = block_table.shape[1] * page_size
+    launch = launch_for(rows, heads, head_dim, window, positions)
+    splits = launch.splits
     block_g = max(16, triton.next_power_of_2(group))
     block_d = max(16, triton.next_power_of_2(head_dim))
     scratch = (rows * heads * splits if splits > 1 else 0, block_g)
@@ -247,12 +300,11 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         WINDOW=window,
-        SPLITS=splits,
         BLOCK_G=block_g,
         BLOCK_D=block_d,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=launch.block_n,
         DTYPE=_dot_dtype(out.dtype),
-        num_warps=4,
-        num_stages=3,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         **pdl_options(query.device),
     )

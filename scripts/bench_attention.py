@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microseconds a layer.
+
+Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
+over caches beyond L2. --sweep also times every launch worth trying, to find the rule in
+kernels/triton/attention_decode.py.
+
+    python scripts/bench_attention.py --output docs/results/h200/attention.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+BATCHES, CONTEXTS = (1, 8, 32, 128), (128, 1024, 4096, 8192, 32768)
+
+
+def main() -> int:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--sweep", action="store_true", help="time other launches as well")
+    args = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench_attention: needs an NVIDIA GPU", file=sys.stderr)
+        return 1
+
+    from oss_fused.bench.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
+    from oss_fused.bench.environment import fingerprint
+    from oss_fused.bench.folder import write_json
+    from oss_fused.bench.kernel_timing import copy_bandwidth
+
+    bandwidth = copy_bandwidth()
+    largest = max(shape.position_bytes for shape in SHAPES)
+    pool = make_pool(torch.device("cuda"), MAX_POSITIONS * largest)
+    rows = []
+    for shape in SHAPES:
+        for context in args.contexts:
+            for batch in args.batches:
+                # beyond its window a layer sees nothing
+                if batch * context <= MAX_POSITIONS and context <= (8 * shape.window or context):
+                    rows.append(measure(Case(shape, batch, context, pool), bandwidth, args.sweep))
+                    print(line(rows[-1]), flush=True)
+    results = {"kind": "oss_fused.attention", "environment": fingerprint(), "rows": rows}
+    write_json(args.output, results | {"bandwidth": bandwidth})
+    return 0
+
+
+def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
+    """Times of one case in microseconds, and the difference of the results."""
+    from oss_fused.bench.accuracy import measure_error
+    from oss_fused.bench.attention_cases import candidates, time_case
+    from oss_fused.kernels.triton import attention_decode
+
+    row: dict[str, Any] = {
+        "shape": case.shape.name,
+        "batch": case.batch,
+        "context": case.context,
+        "ideal_us": case.ideal_bytes / bandwidth * 1e6,
+        "launch": case.launch()._asdict(),
+        "ours_us": time_case(case.ours()),
+    }
+    case.ours()[0]()
+    ours = case.out.clone()
+    try:
+        flash = case.flash()
+        flash[0]()
+        row["relative_l2"] = measure_error(ours, case.out).relative_l2
+        row["flash_us"] = time_case(flash)
+    except Exception as failure:
+        row["flash_error"] = f"{type(failure).__name__}: {failure}"[:300]
+    if sweep:
+        tried = {}
+        for launch in candidates(case):
+            chosen = mock.patch.object(
+                attention_decode, "launch_for", lambda *_, launch=launch: launch
+            )
+            with chosen:
+                tried["/".join(map(str, launch))] = round(time_case(case.ours()), 2)
+        row["sweep"] = dict(sorted(tried.items(), key=lambda item: item[1]))
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for people."""
+    flash = row.get("flash_us")
+    text = f"{row['shape']:<18} b{row['batch']:<4} ctx {row['context']:<6}"
+    text += f" ideal {row['ideal_us']:7.1f}  ours {row['ours_us']:7.1f}"
+    if flash:
+        text += f"  FA3 {flash:7.1f}  ratio {flash / row['ours_us']:5.2f}"
+        text += f"  differs {row['relative_l2']:.1e}"
+    else:
+        text += f"  {row.get('flash_error', '')[:90]}"
+    if "sweep" in row:
+        text += "  best " + ", ".join(f"{k} {v}" for k, v in list(row["sweep"].items())[:4])
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
