@@ -28,6 +28,7 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
+from oss_fused.plugin.moe import norm_and_experts
 
 
 def norm_for(
@@ -135,8 +136,7 @@ class OssTransformerBlock(TransformerBlock):
         """Attention and experts, a norm before each."""
         x, residual = norm_for(self.input_layernorm, self.attn.qkv_proj, hidden_states, residual)
         hidden_states = self.attn(x, positions)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        return norm_and_experts(self.post_attention_layernorm, self.mlp, hidden_states, residual)
 
 
 _FUSED: dict[type[nn.Module], type[nn.Module]] = {

@@ -15,15 +15,18 @@ import torch
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEMethodBase,
+    GateLinear,
     RoutedExperts,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.platforms import current_platform
 
+import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.plugin.experts import OssFp8MoEMethod
@@ -128,3 +131,29 @@ def _ours(
             f"or serve a bf16 checkpoint"
         )
     return OssFp8MoEMethod(moe, layout, prefix, online)
+
+
+def norm_and_experts(
+    norm: RMSNorm, mlp: Any, x: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``mlp(norm(x + residual))`` of gpt-oss, and the new residual.
+
+    On a GPU the norm and the router's product are one operator, one launch in decode; a router
+    that is not a plain matrix of x's dtype, or that sees a part of the tokens, runs as in vLLM.
+
+    Args:
+        norm: the RMSNorm before the experts.
+        mlp: vLLM's MLPBlock.
+        x: [T, H].
+        residual: [T, H].
+    """
+    router = mlp.router
+    plain = type(router) is GateLinear and router.is_unquantized
+    if not (plain and x.is_cuda and router.weight.dtype == x.dtype) or mlp.is_sequence_parallel:
+        x, residual = norm(x, residual)
+        return mlp(x), residual
+    x, residual, logits = torch.ops.oss_fused.add_rms_norm_router(
+        x, residual, norm.weight, norm.variance_epsilon, router.weight, router.bias
+    )
+    out = mlp.experts(hidden_states=x, router_logits=logits)
+    return out[:, : mlp.hidden_size], residual
