@@ -18,12 +18,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from oss_fused.errors import SchemeError
 from oss_fused.plugin import fingerprint, settings
+from oss_fused.plugin.checkpoint import check_before_load
 from oss_fused.plugin.compat import MIN_CAPABILITY, check_device
+from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.kv_cache import OssFp8KVCacheMethod
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.moe import experts_method
+from oss_fused.plugin.monitor_policy import exact_layers
 from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards
 from oss_fused.plugin.settings import QUANT_METHOD, Settings
+from oss_fused.quant.checkpoint.audit import check_remote_code
 from oss_fused.quant.scheme import QuantizationScheme
 
 # quant_method of checkpoints that --quantization oss_fp8 may take over
@@ -50,6 +54,8 @@ class OssFp8Config(QuantizationConfig):
         # set by models that load the embedding into a tied, quantised head as well
         self.feeds_tied_head = False
         self._options_read = False
+        # layers that the monitor's policy gives 16-bit activations, with the reason
+        self._exact: dict[str, str] = {}
         self._unmatched_ignore: set[str] = set()
 
     def __repr__(self) -> str:
@@ -102,6 +108,17 @@ class OssFp8Config(QuantizationConfig):
             )
         return QUANT_METHOD
 
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Called by vLLM before it builds the model: refuse a damaged or hostile checkpoint.
+
+        Raises:
+            CheckpointError: names file, tensor or key.
+            SchemeError: the quantisation is not understood.
+        """
+        check_before_load(model_name)
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Method of ``layer``; None leaves it to vLLM.
 
@@ -113,20 +130,28 @@ class OssFp8Config(QuantizationConfig):
             scheme = self.scheme_of(prefix)
             if scheme is None:
                 return UnquantizedLinearMethod()
-            return OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+            return self._linear_method(scheme, prefix)
         if isinstance(layer, ParallelLMHead):
             # the head belongs to the model's own quantisation only where it asks for it
             scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
             if scheme is None:
                 return None
-            method = OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+            method = self._linear_method(scheme, prefix)
             method.head_is_fed = self.feeds_tied_head
             return method
         if isinstance(layer, RoutedExperts):
-            return experts_method(layer, self.settings, prefix)
+            experts = experts_method(layer, self.settings, prefix)
+            if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._exact:
+                experts.fp8_min_tokens = -1
+            return experts
         if isinstance(layer, Attention) and self.settings.calibrated:
             return OssFp8KVCacheMethod(self, prefix)
         return None
+
+    def _linear_method(self, scheme: QuantizationScheme, prefix: str) -> OssFp8LinearMethod:
+        method = OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
+        method.exact_inputs = prefix in self._exact
+        return method
 
     def scheme_of(self, prefix: str) -> QuantizationScheme | None:
         """Scheme of the linear layer of that name, None if it is not quantised.
@@ -157,7 +182,10 @@ class OssFp8Config(QuantizationConfig):
         if self._options_read:
             return
         vllm_config = get_current_vllm_config()
+        model = vllm_config.model_config
+        check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
         fingerprint.record(vllm_config)
+        self._exact = exact_layers()
         raw = vllm_config.additional_config.get("oss_fused")
         self.settings = settings.with_options(self.settings, raw)
         if not self.settings.calibrated:

@@ -83,6 +83,21 @@ class Settings(BaseModel):
     quantize_experts: bool = False
 
 
+class _Group(BaseModel):
+    """One of a checkpoint's ``config_groups``; keys of other tools are passed over."""
+
+    targets: tuple[str, ...] = ()
+    weights: QuantizationArgs = FP8_DYNAMIC.weights
+    input_activations: QuantizationArgs | None = None
+
+
+class _Stored(BaseModel):
+    """What a calibrated checkpoint says of its linear layers."""
+
+    config_groups: dict[str, _Group]
+    ignore: tuple[str, ...] | None = None
+
+
 def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
     """Settings of a bf16 or MXFP4 checkpoint.
 
@@ -125,7 +140,7 @@ def from_checkpoint(config: Mapping[str, Any]) -> Settings:
         if "config_groups" in config:
             return _calibrated(config)
         known = {key: config[key] for key in config if key not in ("quant_method", "version")}
-        return online(OnlineOptions(**known))
+        return online(OnlineOptions.model_validate(known))
     except ValidationError as error:
         details = "; ".join(
             f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
@@ -140,18 +155,17 @@ def _calibrated(config: Mapping[str, Any]) -> Settings:
             f"quantization_config.version={version!r}: this package reads version "
             f"{FORMAT_VERSION}; install the oss-fused that wrote the checkpoint"
         )
-    groups, targets = {}, {}
-    for name, group in config["config_groups"].items():
-        targets[name] = tuple(group.get("targets", ()))
-        groups[name] = QuantizationScheme(
-            weights=group.get("weights", FP8_DYNAMIC.weights),
-            input_activations=group.get("input_activations"),
-        )
+    stored = _Stored.model_validate(config)
     return Settings(
         calibrated=True,
-        groups=groups,
-        targets=targets,
-        ignore=tuple(config.get("ignore") or ()),
+        groups={
+            name: QuantizationScheme(
+                weights=group.weights, input_activations=group.input_activations
+            )
+            for name, group in stored.config_groups.items()
+        },
+        targets={name: group.targets for name, group in stored.config_groups.items()},
+        ignore=stored.ignore or (),
         kv_cache_scheme=_kv_scheme(config.get("kv_cache_scheme")),
         experts=config.get("experts") or "bf16",
     )
@@ -160,7 +174,7 @@ def _calibrated(config: Mapping[str, Any]) -> Settings:
 def _kv_scheme(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if config is None:
         return None
-    scheme = QuantizationArgs(**config)
+    scheme = QuantizationArgs.model_validate(config)
     if scheme.strategy != "tensor":
         raise SchemeError(
             f"kv_cache_scheme.strategy={scheme.strategy!r}: expected 'tensor' (one k_scale and "

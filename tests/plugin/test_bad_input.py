@@ -46,12 +46,14 @@ def test_bad_value(name, value, dense, engine):
 @pytest.mark.parametrize("name", [SCALE, KV, "model.norm.weight"])
 def test_missing_tensor(name, dense, engine):
     folder, tensors = dense
-    refuse(engine, folder, tensors, f"'{name}'", drop=(name,))
+    # found in the headers while vLLM makes its configuration, which wraps errors
+    refuse(engine, folder, tensors, f"'{name}'", drop=(name,), error=ValueError)
 
 
 def test_scale_of_the_wrong_shape(dense, engine):
     folder, tensors = dense
-    refuse(engine, folder, tensors | {SCALE: torch.ones(3, 1)}, "", error=Exception)
+    bad = tensors | {SCALE: torch.ones(3, 1)}
+    refuse(engine, folder, bad, r"shape \[3, 1\]", error=ValueError)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_bad_ignore(ignore, match, tmp_path, engine):
 def test_missing_expert_scale(tmp_path, engine):
     folder = calibrate(build(tmp_path, "gpt_oss"), experts="fp8", ignore=())
     name = "model.layers.1.mlp.experts.2.w2_weight_scale"
-    refuse(engine, folder, {}, f"'{name}' is missing", drop=(name,))
+    refuse(engine, folder, {}, f"'{name}' is missing", drop=(name,), error=ValueError)
 
 
 def test_mxfp4_scale_that_is_nan(tmp_path, engine):
@@ -81,8 +83,8 @@ def test_mxfp4_scale_that_is_nan(tmp_path, engine):
 def test_missing_experts(tmp_path, engine):
     folder = to_mxfp4(build(tmp_path, "gpt_oss"))
     name = "model.layers.0.mlp.experts.down_proj_blocks"
-    match = r"no 'model.layers.0.mlp.experts.*w2_weight'"
-    refuse(engine, folder, {}, match, drop=(name,), quantization="oss_fp8")
+    match = f"'{name}' is missing"
+    refuse(engine, folder, {}, match, drop=(name,), error=ValueError, quantization="oss_fp8")
 
 
 def test_checkpoint_of_another_quantisation(tmp_path, engine):

@@ -8,7 +8,7 @@ the headers, and every scale is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,7 @@ def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
     Raises:
         CheckpointError: names the key and its value.
     """
-    if "auto_map" in config and not remote_code:
-        raise CheckpointError(
-            f"config.json: auto_map={config['auto_map']!r}: names remote code; expected a model "
-            f"that runs without (or --trust-remote-code, if you have read that code)"
-        )
+    check_remote_code(config, remote_code)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(
             f"config.json: model_type={config.get('model_type')!r}: expected a name"
@@ -89,6 +85,19 @@ def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
             raise CheckpointError(
                 f"config.json: {key}={str(value)[:80]}: expected an integer from 1 to {limit}"
             )
+
+
+def check_remote_code(config: Mapping[str, Any], welcome: bool) -> None:
+    """Refuse a config that names Python code to run, unless that is ``welcome``.
+
+    Raises:
+        CheckpointError: shows the code's names.
+    """
+    if config.get("auto_map") and not welcome:
+        raise CheckpointError(
+            f"config.json: auto_map={config['auto_map']!r}: names remote code; expected a model "
+            f"that runs without (or --trust-remote-code, if you have read that code)"
+        )
 
 
 def check_scale_values(reader: CheckpointReader, name: str) -> None:

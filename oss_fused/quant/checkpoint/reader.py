@@ -126,12 +126,8 @@ class CheckpointReader:
         if not index.exists():
             if not (self.folder / SINGLE).exists():
                 pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
-                hint = (
-                    f" but {pickles[0]}: pickles can run code and are not read" if pickles else ""
-                )
-                raise CheckpointError(
-                    f"{self.folder}: expected {SINGLE} or {INDEX}, found neither{hint}"
-                )
+                found = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
+                raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {found}")
             self._check_place(self.folder / SINGLE)
             with self._open_file(self.folder / SINGLE) as handle:
                 return dict.fromkeys(handle.keys(), SINGLE)
@@ -151,6 +147,7 @@ class CheckpointReader:
         for path in self._paths():
             if not path.is_file():
                 raise CheckpointError(f"{path}: shard is missing; the index names it")
+        for path in self._paths():
             self._check_place(path)
             handle = self._handle(path)
             present = set(handle.keys())

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT
+"""All checks of scripts/doctor.py: the machine, a checkpoint, and a first generation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from oss_fused.bench import preflight
+from oss_fused.bench.preflight import FAIL, OK, SKIP, Check, guarded
+from oss_fused.plugin.checkpoint import check_checkpoint
+from oss_fused.plugin.compat import check_vllm
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+
+_SMOKE = """
+import json, sys
+from vllm import LLM, SamplingParams
+options = json.loads(sys.argv[1])
+llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2, **options)
+params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
+out = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0].outputs[0]
+numbers = [step[t].logprob for step, t in zip(out.logprobs, out.token_ids)]
+print("SMOKE", json.dumps([list(out.token_ids), sum(numbers)]))
+"""
+_SMOKE_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to check.
+
+    Attributes:
+        model: checkpoint folder, None for the machine alone.
+        quantization: as `vllm serve` will be told; None lets the checkpoint say.
+        device: "auto", "cuda" or "cpu".
+        tensor_parallel_size: ranks that share the weights.
+        max_model_len: tokens of the longest request.
+        gpu_memory_utilization: share of a GPU's memory that the server may take.
+        trust_remote_code: the checkpoint may name Python code.
+        smoke: generate a few tokens with vLLM.
+    """
+
+    model: Path | None = None
+    quantization: str | None = None
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int = 8192
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+    smoke: bool = False
+
+
+def diagnose(options: Options) -> Iterator[Check]:
+    """Run the checks in order; a bad checkpoint ends what depends on it."""
+    yield guarded("versions", preflight.check_versions, "run `make setup`")
+    yield guarded("vllm", _check_vllm)
+    yield guarded("settings", preflight.check_settings)
+    yield guarded("device", lambda: preflight.check_device(options.device))
+    yield guarded("operators", preflight.check_operators, "reinstall torch, triton, oss-fused")
+    yield guarded("tiles", preflight.check_tiles)
+    if options.model is None:
+        yield Check("checkpoint", SKIP, "no MODEL given")
+        return
+    try:
+        reader = check_checkpoint(options.model, options.trust_remote_code)
+    except Exception as error:
+        yield Check("checkpoint", FAIL, str(error), "do not serve it; fetch or calibrate it again")
+        return
+    yield _describe(reader)
+    yield guarded("memory", lambda: _check_memory(reader, options))
+    if options.smoke:
+        yield guarded("smoke", lambda: _check_smoke(options))
+    else:
+        yield Check("smoke", SKIP, "not asked for (--smoke)")
+
+
+def table(checks: Sequence[Check]) -> str:
+    """The checks as text, one a line, each remedy below its check."""
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:5} {check.name:11} {check.detail}")
+        if check.remedy and check.status not in (OK, SKIP):
+            lines.append(f"{'':5} {'':11} -> {check.remedy}")
+    return "\n".join(lines)
+
+
+def _check_vllm() -> Check:
+    check_vllm()
+    return Check("vllm", OK, "a release that this plugin knows")
+
+
+def _describe(reader: CheckpointReader) -> Check:
+    method = (reader.config.get("quantization_config") or {}).get("quant_method", "none")
+    scales = sum(name.endswith(("_scale", "_scales")) for name in reader.names())
+    return Check(
+        "checkpoint",
+        OK,
+        f"{len(reader.names())} tensors, {reader.total_bytes() / preflight.GIB:.2f} GiB, "
+        f"quantisation {method}, {scales} scales, all finite and above 0",
+    )
+
+
+def served_bytes(reader: CheckpointReader, quantised: bool) -> int:
+    """Bytes of the weights once they are served.
+
+    Args:
+        reader: the checkpoint.
+        quantised: bf16 projections become FP8 while loading.
+    """
+    gpu, total = torch.cuda.is_available(), 0
+    for name in reader.names():
+        size = reader.dtype(name).itemsize
+        is_linear = name.endswith("_proj.weight")
+        if not gpu and (reader.is_fp8(name) or (quantised and is_linear)):
+            size = 4  # unpacked to float32, see plugin/linear.py
+        elif quantised and is_linear:
+            size = 1
+        total += torch.Size(reader.shape(name)).numel() * size
+    return total
+
+
+def _check_memory(reader: CheckpointReader, options: Options) -> Check:
+    weights = served_bytes(reader, options.quantization == "oss_fp8") / preflight.GIB
+    length = min(options.max_model_len, reader.config.get("max_position_embeddings", 1 << 20))
+    needed = preflight.needed_gib(weights, reader.config, length, options.tensor_parallel_size)
+    return preflight.check_memory(needed, options.gpu_memory_utilization)
+
+
+def _check_smoke(options: Options) -> Check:
+    """Generate eight tokens in a process of its own, so that its memory is free afterwards."""
+    settings = {
+        "model": str(options.model),
+        "quantization": options.quantization,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "max_model_len": min(options.max_model_len, 256),
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SMOKE, json.dumps(settings)],
+        env={**defaults, **os.environ},
+        capture_output=True,
+        text=True,
+        timeout=_SMOKE_SECONDS,
+        check=False,
+    )
+    answer = [line for line in done.stdout.splitlines() if line.startswith("SMOKE ")]
+    if done.returncode or not answer:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        return Check("smoke", FAIL, f"ended with status {done.returncode}: {last[:300]}")
+    tokens, logprob = json.loads(answer[-1].removeprefix("SMOKE "))
+    # NaN compares false
+    if not logprob <= 0:
+        return Check("smoke", FAIL, f"log-probability {logprob} of {tokens}: expected a number")
+    return Check("smoke", OK, f"{len(tokens)} tokens, log-probability {logprob:.2f}")

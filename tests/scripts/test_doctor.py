@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""scripts/doctor.py: table, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from oss_fused.bench import preflight
+from scripts.doctor import main
+from tests.plugin.conftest import build, calibrate, edit, tensors_of
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return calibrate(build(tmp_path_factory.mktemp("good"), "llama"))
+
+
+def test_good_checkpoint(model, tmp_path, capsys) -> None:
+    report = tmp_path / "doctor.json"
+    assert main([str(model), "--json", str(report), "--max-model-len", "64"]) == 0
+    assert "fit to serve" in capsys.readouterr().err
+    facts = json.loads(report.read_text())
+    assert facts["ok"] and facts["environment"]["versions"]["vllm"]
+    status = {check["name"]: check["status"] for check in facts["checks"]}
+    assert status["checkpoint"] == status["operators"] == status["memory"] == "ok"
+    assert status["smoke"] == "skip"
+
+
+def test_bad_scale_and_its_remedy(model, tmp_path, capsys) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    good = tensors_of(model)[name]
+    edit(model, {name: torch.zeros_like(good)})
+    try:
+        assert main([str(model)]) == 1
+    finally:
+        edit(model, {name: good})
+    text = capsys.readouterr().err
+    assert f"'{name}' holds 0.0" in text and "-> do not serve it" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["/nowhere"], [".", "--tensor-parallel-size", "0"], ["--device", "tpu"]]
+)
+def test_bad_arguments(arguments) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
+def test_too_little_memory(monkeypatch) -> None:
+    monkeypatch.setattr(preflight, "free_gib", lambda utilization: 1.0)
+    check = preflight.check_memory({"weights": 0.9, "overhead": 0.5}, 0.9)
+    assert check.status == "fail" and "1.40 GiB" in check.detail and check.remedy
+
+
+def test_unknown_setting_is_a_warning(monkeypatch) -> None:
+    monkeypatch.setenv("OSS_FUSED_BACKENDS", "torch")
+    check = preflight.check_settings()
+    assert check.status == "warn" and "OSS_FUSED_BACKENDS" in check.detail
+
+
+@pytest.mark.skipif(GPU, reason="this machine has a GPU")
+def test_gpu_that_is_not_there() -> None:
+    assert preflight.check_device("cuda").status == "fail"
+    assert preflight.check_device("auto").status == "ok"
+
+
+def test_exception_becomes_a_failure() -> None:
+    def broken():
+        raise RuntimeError("no such library")
+
+    check = preflight.guarded("operators", broken, "reinstall")
+    assert (check.status, check.detail, check.remedy) == ("fail", "no such library", "reinstall")
