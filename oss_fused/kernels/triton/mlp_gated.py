@@ -109,8 +109,12 @@ def gated_mlp(
     up_scale: torch.Tensor | None,
     activation: str,
     activation_on: str,
+    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """Both projections, activation and product; see ops/mlp.py for the contract."""
+    """Both projections, activation and product; see ops/mlp.py for the contract.
+
+    ``config`` is the tuner's: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages.
+    """
     check_gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, activation, activation_on)
     n, k = gate_weight.shape
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
@@ -124,7 +128,7 @@ def gated_mlp(
         gate_scale, up_scale = gate_scale.expand(n, 1), up_scale.expand(n, 1)
         if channels:
             gate_scale, up_scale = gate_scale.contiguous(), up_scale.contiguous()
-    config = _config(rows, n)
+    config = config or _config(rows, n)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     weights = [gate_weight.contiguous(), up_weight.contiguous()]
     m = rows.shape[0]

@@ -89,9 +89,17 @@ def _config(device: torch.device, heads: int, half: int) -> dict[str, int]:
 
 
 def rmsnorm_rope(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    """``y * cos + rotate_half(y) * sin`` of ``y = rms_norm(x)``; see ops/rope.py."""
+    """``y * cos + rotate_half(y) * sin`` of ``y = rms_norm(x)``; see ops/rope.py.
+
+    ``config`` is the tuner's: what ``_config`` would return.
+    """
     check_rmsnorm_rope(x, weight, cos, sin)
     batch, sequence, hidden = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -104,7 +112,7 @@ def rmsnorm_rope(
     heads = hidden // cos.shape[1]
     head_block, half_block = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     rows = batch * sequence
-    config = _config(x.device, head_block, half_block)
+    config = config or _config(x.device, head_block, half_block)
     _rmsnorm_rope_kernel[(min(rows, config["ctas"] * multiprocessors(x.device)),)](
         x,
         weight.contiguous(),
