@@ -47,7 +47,24 @@ VARIABLES: dict[str, Variable] = {
         ("0", "1"),
         "1 lets oss_fp8 models use the fused decoder layers; 0 keeps vLLM's model classes",
     ),
+    "OSS_FUSED_MONITOR": Variable(
+        "0",
+        (),
+        "watch the activations of FP8 layers in one step of so many while serving; 0 does not",
+    ),
+    "OSS_FUSED_MONITOR_POLICY": Variable(
+        "",
+        (),
+        "file of layers to serve with 16-bit activations: read at start, written by the monitor",
+    ),
+    "OSS_FUSED_MONITOR_DIR": Variable(
+        "",
+        (),
+        "folder where workers leave the monitor's figures for /metrics; by default a temporary one",
+    ),
 }
+# these change no kernel and no graph, except by what the policy file says
+_WATCHING = "OSS_FUSED_MONITOR"
 
 
 def get(name: str) -> str:
@@ -58,12 +75,20 @@ def get(name: str) -> str:
         ValueError: the value is not one of the variable's choices.
     """
     variable = VARIABLES[name]
-    value = os.environ.get(name, variable.default).strip().lower()
-    if variable.choices and value not in variable.choices:
+    value = os.environ.get(name, variable.default).strip()
+    if not variable.choices:
+        return value
+    value = value.lower()
+    if value not in variable.choices:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(variable.choices)}")
     return value
 
 
+def graph_settings() -> dict[str, str]:
+    """The variables that can change a compiled graph, with their values."""
+    return {name: get(name) for name in VARIABLES if not name.startswith(_WATCHING)}
+
+
 def snapshot() -> dict[str, str]:
-    """Every variable with its current value, for reports and cache keys."""
+    """Every variable with its current value, for reports."""
     return {name: get(name) for name in VARIABLES}

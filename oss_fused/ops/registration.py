@@ -16,6 +16,18 @@ from oss_fused.kernels.registry import default_backend, get_kernel
 
 LIBRARY = torch.library.Library("oss_fused", "DEF")
 
+Observer = Callable[[str, tuple[Any, ...]], None]
+_observer: Observer | None = None
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Call ``observer(operator's name, its positional arguments)`` before each run; None ends it.
+
+    A CUDA graph that is replayed runs no operator, so nothing is called for it.
+    """
+    global _observer
+    _observer = observer
+
 
 def register_op(schema: str, fake: Callable[..., Any]) -> None:
     """Define ``oss_fused::<schema>``, run by the kernel of that name on the inputs' device.
@@ -28,6 +40,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> None:
     name = schema.split("(", 1)[0]
 
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _observer is not None:
+            _observer(name, (first, *args))
         return get_kernel(default_backend(first.device), name)(first, *args, **kwargs)
 
     run.__name__ = run.__qualname__ = name

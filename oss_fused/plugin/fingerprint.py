@@ -17,6 +17,7 @@ from typing import Any
 import oss_fused
 from oss_fused import envs
 from oss_fused.errors import SchemeError
+from oss_fused.plugin.monitor_policy import exact_layers
 
 KEY = "oss_fused_fingerprint"
 
@@ -33,8 +34,9 @@ def source_hash() -> str:
 
 
 def fingerprint() -> str:
-    """Version, sources and environment variables of the package, as one string."""
-    return json.dumps([oss_fused.__version__, source_hash(), envs.snapshot()], sort_keys=True)
+    """Version, sources and settings of the package, as one string."""
+    settings = [envs.graph_settings(), sorted(exact_layers())]
+    return json.dumps([oss_fused.__version__, source_hash(), *settings], sort_keys=True)
 
 
 def record(vllm_config: Any) -> None:

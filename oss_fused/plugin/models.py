@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import (
@@ -28,6 +28,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from oss_fused.errors import CheckpointError
+from oss_fused.plugin import monitor
 from oss_fused.plugin.attention import adopt_attention
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.decoder import fuse_decoder_layers
@@ -72,6 +73,11 @@ class _OssModel(nn.Module):
             yield name, weight
             if tied and name.endswith("embed_tokens.weight"):
                 yield "lm_head.weight", weight
+
+    def process_weights_after_loading(self) -> None:
+        """Watch the layers, if the monitor is on; vLLM calls this when every layer is ready."""
+        if self._ours:
+            monitor.install(self, get_current_vllm_config())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load, and at the first time refuse a checkpoint that lacks a tensor.

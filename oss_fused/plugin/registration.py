@@ -32,7 +32,11 @@ def register_all() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from oss_fused.plugin.config import OssFp8Config
+    from oss_fused.plugin.monitor_metrics import interval, register_collector, share_folder
 
+    if interval():
+        share_folder()
+        register_collector()
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")

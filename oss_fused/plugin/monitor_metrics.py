@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT
+"""The monitor's figures on vLLM's /metrics.
+
+Workers are processes of their own: each writes its figures to a file, and a collector in the API
+server's Prometheus registry reads the files when it is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oss_fused import envs
+from oss_fused.errors import SchemeError
+
+_DIR = "OSS_FUSED_MONITOR_DIR"
+# field of LayerFigures -> metric and its help
+_COUNTERS = {
+    "tokens": ("oss_fused:monitored_tokens", "Tokens whose activations were looked at"),
+    "nonfinite": ("oss_fused:nonfinite_tokens", "Tokens with NaN or Inf in a layer's input"),
+    "saturated": ("oss_fused:saturated_tokens", "Tokens that reach the limit of a static scale"),
+    "outliers": ("oss_fused:amax_outliers", "Samples whose amax was far above the usual"),
+}
+_AMAX = ("oss_fused:activation_amax", "Largest input magnitude in the last sample")
+_SAMPLES = ("oss_fused:monitor_samples", "Steps that the monitor looked at")
+_EXACT = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations by policy")
+
+
+@dataclass
+class LayerFigures:
+    """What was seen at one layer's input since the start.
+
+    Attributes:
+        tokens: looked at.
+        nonfinite: of them with NaN or Inf.
+        saturated: of them that reach the limit of a static scale.
+        outliers: samples with an amax far above the usual.
+        amax: largest finite magnitude in the last sample.
+        usual: moving average of amax.
+    """
+
+    tokens: int = 0
+    nonfinite: int = 0
+    saturated: int = 0
+    outliers: int = 0
+    amax: float = 0.0
+    usual: float = 0.0
+
+
+def interval() -> int:
+    """Steps from one sample to the next; 0 if the monitor is off.
+
+    Raises:
+        SchemeError: OSS_FUSED_MONITOR is no such number.
+    """
+    text = envs.get("OSS_FUSED_MONITOR")
+    if not text.isdecimal():
+        raise SchemeError(f"OSS_FUSED_MONITOR={text!r}: expected a number of steps, or 0 for off")
+    return int(text)
+
+
+def share_folder() -> None:
+    """In the process that starts the others: make the folder that all of them use."""
+    if envs.get(_DIR):
+        return
+    folder = tempfile.mkdtemp(prefix="oss-fused-monitor-")
+    os.environ[_DIR] = folder
+    owner = os.getpid()
+
+    def remove() -> None:
+        # a forked child runs this as well
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+
+
+def write_figures(rank: int, samples: int, exact: int, layers: dict[str, LayerFigures]) -> None:
+    """Replace this rank's file; a reader never sees half of one."""
+    content = {
+        "rank": rank,
+        "samples": samples,
+        "exact": exact,
+        "layers": {name: asdict(figures) for name, figures in layers.items()},
+    }
+    folder = Path(envs.get(_DIR))
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f"rank{rank}.tmp"
+    scratch.write_text(json.dumps(content))
+    scratch.replace(folder / f"rank{rank}.json")
+
+
+def read_figures() -> list[dict[str, Any]]:
+    """The files of all ranks."""
+    return [json.loads(path.read_text()) for path in sorted(Path(envs.get(_DIR)).glob("*.json"))]
+
+
+class Collector:
+    """Prometheus collector of the files."""
+
+    def describe(self) -> list[Any]:
+        """Nothing: names are known when there are figures."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """One family per metric; none before the first sample."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        ranks = read_figures()
+        if not ranks:
+            return
+        samples = CounterMetricFamily(*_SAMPLES, labels=["rank"])
+        exact = GaugeMetricFamily(*_EXACT, labels=["rank"])
+        amax = GaugeMetricFamily(*_AMAX, labels=["layer", "rank"])
+        counters = {
+            field: CounterMetricFamily(*metric, labels=["layer", "rank"])
+            for field, metric in _COUNTERS.items()
+        }
+        for content in ranks:
+            rank = str(content["rank"])
+            samples.add_metric([rank], content["samples"])
+            exact.add_metric([rank], content["exact"])
+            for name, figures in content["layers"].items():
+                amax.add_metric([name, rank], figures["amax"])
+                for field, family in counters.items():
+                    family.add_metric([name, rank], figures[field])
+        yield from (samples, exact, amax, *counters.values())
+
+
+def register_collector() -> None:
+    """Add the collector to the registry that vLLM serves."""
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(Collector())

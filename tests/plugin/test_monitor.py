@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""The monitor: what it counts, how it says so, and what the next start does about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from oss_fused.errors import SchemeError
+from oss_fused.ops import registration
+from oss_fused.plugin.monitor_metrics import Collector, interval, share_folder
+from oss_fused.plugin.monitor_policy import add_layers, exact_layers
+from tests.plugin.conftest import build, calibrate
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path / "figures"))
+    monkeypatch.setenv("OSS_FUSED_MONITOR_POLICY", str(tmp_path / "policy.json"))
+    return tmp_path
+
+
+def metrics() -> dict[tuple[str, str], float]:
+    """(metric, layer) -> value of what the collector gives."""
+    return {
+        (sample.name, sample.labels.get("layer", "")): sample.value
+        for family in Collector().collect()
+        for sample in family.samples
+    }
+
+
+def test_statistics(folder, caplog, monkeypatch):
+    from oss_fused.plugin import monitor
+
+    monkeypatch.setattr(monitor.logger, "propagate", True, raising=False)
+    caplog.set_level(logging.WARNING)
+    caplog.clear()
+    statistics = monitor.Statistics(["a", "b", "unseen"], [float("inf"), 4.0, 1.0], rank=0)
+    calm = np.array([[1.0, 2.0], [1.0, 3.0], [0.0, 0.0]], np.float32)
+    statistics.add(calm, [2, 2, 0])
+    assert not exact_layers() and not caplog.records
+    odd = np.array([[float("nan"), 20.0], [float("inf"), 4.0], [0.0, 0.0]], np.float32)
+    statistics.add(odd, [2, 2, 0])
+    statistics.add(odd, [2, 2, 0])
+    seen = metrics()
+    assert seen["oss_fused:monitor_samples_total", ""] == 3
+    assert seen["oss_fused:monitored_tokens_total", "a"] == 6
+    assert seen["oss_fused:nonfinite_tokens_total", "a"] == 2
+    assert seen["oss_fused:nonfinite_tokens_total", "b"] == 2
+    assert seen["oss_fused:saturated_tokens_total", "b"] == 2
+    assert seen["oss_fused:amax_outliers_total", "a"] == 1  # then it is the usual
+    assert seen["oss_fused:activation_amax", "a"] == 20
+    assert seen["oss_fused:monitored_tokens_total", "unseen"] == 0
+    assert set(exact_layers()) == {"a", "b"}
+    kinds = [record.getMessage().split(" at ")[0] for record in caplog.records]
+    assert kinds == [f"oss_fused monitor: {k}" for k in ("NaN or Inf", "saturation", "outliers")]
+
+
+def test_policy_file(folder):
+    assert exact_layers() == {}
+    add_layers({"x": "first"})
+    add_layers({"x": "second", "y": "third"})
+    assert exact_layers() == {"x": "first", "y": "third"}
+    (folder / "policy.json").write_text(json.dumps({"kind": "other", "layers": {}}))
+    with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_POLICY"):
+        exact_layers()
+
+
+def test_policy_changes_the_compile_key(folder, monkeypatch):
+    from oss_fused.plugin.fingerprint import fingerprint
+
+    before = fingerprint()
+    monkeypatch.setenv("OSS_FUSED_MONITOR", "10")
+    assert fingerprint() == before
+    add_layers({"x": "why"})
+    assert fingerprint() != before
+
+
+def test_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("OSS_FUSED_MONITOR", "often")
+    with pytest.raises(SchemeError, match="number of steps"):
+        interval()
+    monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path))
+    share_folder()
+    assert list(Collector().collect()) == []
+
+
+@pytest.mark.parametrize("strategy", ["token", "tensor"])
+def test_rows_of_each_operator(folder, strategy):
+    """Both operators give the same magnitudes, NaN and saturation included."""
+    import oss_fused.ops  # noqa: F401
+    from oss_fused.plugin.monitor import Monitor, Statistics
+
+    x = torch.randn(5, 64)
+    x[3, 7] = float("nan")
+    weight = torch.randn(32, 64)
+    w, w_scale = torch.ops.oss_fused.quantize_fp8(weight, None, "channel")
+    scale = None if strategy == "token" else torch.tensor([0.001])
+    watcher = Monitor(1, rank=0)
+    watcher._rows, watcher._counts = torch.zeros(1, 256), [0]
+    watcher._index = {w.data_ptr(): 0}
+    limit = float("inf") if scale is None else 0.448
+    watcher.statistics = Statistics(["layer"], [limit], 0)
+    q, q_scale = torch.ops.oss_fused.quantize_fp8(x, scale, strategy)
+    exact = x.abs().amax(-1)
+    registration.set_observer(watcher.observe)
+    try:
+        torch.ops.oss_fused.fp8_linear(x, w, w_scale, scale, None)
+        linear = watcher._rows[0, :5].clone()
+        torch.ops.oss_fused.fp8_gemm(q, w, q_scale, w_scale, None, torch.float32)
+    finally:
+        registration.set_observer(None)
+    torch.testing.assert_close(linear, exact, equal_nan=True)
+    clipped = exact if scale is None else exact.clamp(max=limit)
+    torch.testing.assert_close(watcher._rows[0, :5], clipped, equal_nan=True)
+    assert watcher._counts == [5]
+
+
+@pytest.mark.serve
+def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, monkeypatch, engine):
+    monkeypatch.setenv("OSS_FUSED_MONITOR", "2")
+    # inputs reach 448 * 0.0005 = 0.2 easily
+    model = calibrate(build(folder / "m", "llama"), inputs="tensor", input_scale=0.0005)
+    served = engine(model)
+    first = served.generate()
+    served.generate()
+    deadline = time.monotonic() + 20
+    while not exact_layers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    layers = exact_layers()
+    assert "model.layers.0.self_attn.qkv_proj" in layers and "reach the limit" in str(layers)
+    seen = metrics()
+    assert seen["oss_fused:saturated_tokens_total", "model.layers.1.mlp.gate_up_proj"] > 0
+
+    again = engine(model)
+    assert again.generate() != first
+    layer = again.model.model.layers[0].self_attn.qkv_proj
+    assert layer.quant_method.exact_inputs and not hasattr(layer, "_input_quant_key")
+
+
+@pytest.mark.serve
+def test_output_is_the_same_with_the_monitor(folder, monkeypatch, engine):
+    model = calibrate(build(folder / "m", "gpt_oss"), experts="mxfp4", ignore=())
+    plain = engine(model).generate()
+    monkeypatch.setenv("OSS_FUSED_MONITOR", "1")
+    assert engine(model).generate() == plain
+    assert not exact_layers()
