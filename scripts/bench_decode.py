@@ -25,7 +25,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,10 @@ from oss_fused.errors import OssFusedError
 CONTEXTS, BATCHES, PREFILL = (128, 1024), (1, 8, 32, 128, 256), 8192
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, write the folder and show the report."""
     parser = make_parser()
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         if args.render:
             results = json.loads((args.render / "results.json").read_text())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""bench_decode: engines in turn, speed-ups, groups of kernels, limits, report; no vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import decode, decode_profile
+from oss_fused.bench.compare import Arm
+from oss_fused.bench.decode_limits import kv_bytes, step_bytes
+from oss_fused.errors import ServerError
+
+WORKER = (sys.executable, str(Path(__file__).parent / "fake_decode_worker.py"))
+GPT_OSS = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def plan(folder: Path, **changes: object) -> decode.Plan:
+    model = folder / "m"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(GPT_OSS))
+    options = {
+        "arms": [Arm("slow", str(model)), Arm("fast", str(model), ("q",))],
+        "cells": [decode.Cell(1, 16, 8), decode.Cell(4, 16, 8), decode.Cell(1, 32, 0)],
+        "profiles": [decode.Cell(4, 16, 8), decode.Cell(1, 32, 0)],
+        "worker": WORKER,
+        "say": lambda text: None,
+    }
+    return decode.Plan(**{**options, **changes})
+
+
+def test_measures_every_cell_on_every_arm_and_compares(tmp_path):
+    results = decode.run(plan(tmp_path), tmp_path)
+    assert len(results["measurements"]) == 2 * 2 * 3
+    first = [row["arm"] for row in results["measurements"][:4]]
+    assert first == ["slow", "fast", "fast", "slow"]
+    cells = decode.condense(results["measurements"], "fast", ["slow"])
+    assert [cell["speedup"] for cell in cells] == [2.0, 2.0, 2.0]
+    assert cells[0]["arms"]["slow"] == {
+        **dict.fromkeys(("ms", "min", "max", "p10", "p90"), 1.0),
+        "distinct": 1.0,
+    }
+    assert decode.named_speedups(cells, "m") == {
+        "decode.m.speedup_b1": 2.0,
+        "decode.m.speedup_b4": 2.0,
+        "prefill.m.speedup_32": 2.0,
+    }
+
+
+def test_profiles_by_group(tmp_path):
+    results = decode.run(plan(tmp_path), tmp_path)
+    step = decode_profile.condense(results["profiles"][0])
+    assert (step["arm"], step["kernels_per_step"], step["steps"]) == ("slow", 8, 8)
+    assert step["groups"]["projections"] == {"kernels": 2.0, "us": 16.0}
+    assert step["groups"]["head"]["kernels"] == 1.0
+    assert step["busy_us"] == pytest.approx(64.0)
+    assert step["span_us"] == pytest.approx(79.75)
+    prefill = decode_profile.condense(results["profiles"][2])
+    assert (prefill["steps"], prefill["kernels_per_step"]) == (0, 8)
+
+
+def test_the_faster_baseline_and_the_worst_context_count():
+    rows = [
+        {"arm": arm, "batch": 1, "context": context, "steps": 8, "ms": [ms], "distinct": 1.0}
+        for context, times in ((128, (4.0, 3.0, 2.0)), (1024, (5.0, 6.0, 2.0)))
+        for arm, ms in zip(("a", "b", "ours"), times)
+    ]
+    cells = decode.condense(rows, "ours", ["a", "b"])
+    assert [cell["baseline"] for cell in cells] == ["b", "a"]
+    assert decode.named_speedups(cells, "x") == {"decode.x.speedup_b1": 1.5}
+
+
+def test_failures_name_the_engine_and_its_log(tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text(json.dumps(GPT_OSS))
+    broken = [Arm("a", str(tmp_path / "broken"))]
+    with pytest.raises(ServerError, match=r"engine a .*ended(.|\n)*upside down"):
+        decode.run(plan(tmp_path, arms=broken), tmp_path)
+    with pytest.raises(ServerError, match="unlucky"):
+        decode.run(plan(tmp_path, cells=[decode.Cell(13, 16, 8)]), tmp_path)
+
+
+def test_flags_fit_the_cells(tmp_path):
+    arm = plan(tmp_path).arms[1]
+    flags = plan(tmp_path, flags=["--x"]).flags_of(arm)
+    assert flags[flags.index("--max-num-seqs") + 1] == "4"
+    assert flags[-3:] == ["--enforce-eager", "--x", "q"]
+    gpu = plan(tmp_path, gpu=True).flags_of(arm)
+    at = gpu.index("--cudagraph-capture-sizes")
+    assert gpu[at + 1 : at + 4] == ["1", "4", "--gpu-memory-utilization"]
+
+
+# two layers of stock gpt-oss; a product with split K; the next step's first product
+LAYERS = [
+    "triton_red_fused_rms_norm",
+    "nvjet_a",
+    "splitKreduce",
+    "rotary",
+    "flash",
+    "combine",
+    "nvjet_a",
+    "splitKreduce",
+    "norm",
+    "router_nvjet",
+    "_topk",
+    "_matmul_ogs",
+    "_reduce_grouped",
+    "norm",
+    "nvjet_a",
+    "splitKreduce",
+    "rotary",
+    "flash",
+    "nvjet_a",
+    "norm",
+    "router_nvjet",
+    "_topk",
+    "_matmul_ogs",
+    "norm",
+    "nvjet_a",
+    "argmax",
+]
+
+
+def test_products_are_known_by_their_place():
+    groups = decode_profile.attribute([*LAYERS, *LAYERS])
+    for part in (groups[: len(LAYERS)], groups[len(LAYERS) :]):
+        by_name = [part[i] for i, name in enumerate(LAYERS) if name == "nvjet_a"]
+        assert by_name == ["projections"] * 4 + ["head"]
+        assert part.count("router") == 4
+        assert part[2] == part[7] == "projections"
+    dense = [
+        "qnorm",
+        "gemm",
+        "rope",
+        "attention",
+        "gemm",
+        "norm",
+        "gemm",
+        "silu",
+        "gemm",
+        "norm",
+        "gemm",
+        "argmax",
+    ]
+    groups = decode_profile.attribute(dense)
+    assert groups[1] == groups[4] == "projections"
+    assert groups[6] == groups[7] == groups[8] == "mlp"
+    assert groups[10] == "head"
+
+
+def test_shared_time_counts_once():
+    assert decode_profile.own_times([(0, 0.0, 10.0), (1, 4.0, 2.0), (1, 8.0, 5.0)]) == [10, 0, 3]
+
+
+def test_limits():
+    sizes = step_bytes(GPT_OSS, 1, 128)
+    # design.md: 297 us of experts and 136 of the head at 4.27 TB/s
+    assert sizes["experts"] / 4.27e6 == pytest.approx(297, abs=2)
+    assert sizes["head"] / 4.27e6 == pytest.approx(136, abs=1)
+    assert sizes["attention"] == 24 * 128 * 2 * 512 * 2
+    assert kv_bytes(GPT_OSS) == 24 * 2 * 512 * 2
+    # half of the layers see no more than their window
+    assert step_bytes(GPT_OSS, 2, 1024)["attention"] == 2 * 12 * (128 + 1024) * 2 * 512 * 2
+    dense = {**GPT_OSS, "num_local_experts": 0}
+    assert step_bytes(dense, 1, 1)["mlp"] == 24 * 3 * 2880 * 2880

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: MIT
+"""scripts/bench_decode.py with a stand-in for the engines."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench import decode
+from tests.bench.test_decode import GPT_OSS, WORKER
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_decode.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("bench_decode", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(decode, "Plan", functools.partial(decode.Plan, worker=WORKER))
+    return module
+
+
+@pytest.fixture
+def arms(tmp_path):
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(GPT_OSS))
+    return ["--arm", f"stock={model}", "--arm", f"ours={model} q"]
+
+
+def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
+    out, summary = tmp_path / "out", tmp_path / "summary.json"
+    options = ["--batches", "1", "2", "--contexts", "16", "--profile", "1", "2", "--name", "m"]
+    common = ["--output", str(out), "--summary", str(summary)]
+    assert script.main([*arms, *options, "--prefill", "64", *common]) == 0
+    figures = json.loads(summary.read_text())
+    assert figures["decode.m.speedup_b2"] == {"value": 2.0, "file": "out/results.json"}
+    assert figures["prefill.m.speedup_64"]["value"] == 2.0
+    assert figures["decode.m.kernels_per_step"]["value"] == 8
+    report = (out / "report.md").read_text()
+    assert "2.00 (2.00-2.00)" in report and "### Decode, batch 2" in report
+    assert (out / "profile.png").stat().st_size > 5000
+    (out / "report.md").unlink()
+    (out / "profiles.json").unlink()
+    assert script.main(["--render", str(out)]) == 0
+    assert (out / "report.md").read_text() == report
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "1", "1"], "different numbers"),
+        (["--steps", "4"], "--steps 4"),
+        (["--baseline", "nobody"], "--baseline"),
+        (["--arm", "gone=/no/such/model"], "no such folder"),
+        (["--arm", "stock=."], "config.json"),
+    ],
+)
+def test_bad_arguments_exit_with_two(script, arms, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*arms, *options, "--output", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_failing_engine_exits_with_one(script, arms, tmp_path, capsys):
+    options = ["--batches", "13", "--contexts", "16", "--output", str(tmp_path / "out")]
+    assert script.main([*arms, *options]) == 1
+    assert "unlucky" in capsys.readouterr().err
