@@ -14,9 +14,11 @@ calibration has not seen. Exit codes: 0 measured, 1 a model failed, 2 bad argume
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from oss_fused.bench import evaluate, report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
@@ -33,7 +35,15 @@ def main() -> int:
     args = parser.parse_args()
     arms = check(parser, args)
     needles = make_needles(args.needle)
-    task = evaluate.Task(args.text, args.window, args.max_tokens, args.top_logprobs, needles)
+    task = evaluate.Task(
+        args.text,
+        args.window,
+        args.max_tokens,
+        args.top_logprobs,
+        needles,
+        args.lm_eval,
+        args.lm_eval_limit,
+    )
     scorer = evaluate.Scorer(task, has_gpu(), args.engine_flags, args.cache)
     environment = fingerprint()
     try:
@@ -41,10 +51,13 @@ def main() -> int:
         results = {"kind": "oss_fused.evaluate", "environment": environment, **results}
         write_json(args.output, results)
         if args.summary:
-            worst = max(text["candidates"][0]["perplexity_factor"] for text in results["texts"])
+            factors = zip(*(factors_of(text) for text in results["texts"]))
             where = summary.relative(args.output, args.summary)
-            figure = {"value": round(worst, 5), "file": where}
-            summary.merge_summary(args.summary, {args.summary_name: figure})
+            figures = {
+                name: {"value": round(max(values), 5), "file": where}
+                for name, values in zip(args.summary_name, factors)
+            }
+            summary.merge_summary(args.summary, figures)
     except (OssFusedError, OSError, ValueError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
@@ -53,6 +66,11 @@ def main() -> int:
         return 130
     print(f"\n{report.quality_table(results)}\n\nwrote {args.output}", file=sys.stderr)
     return 0
+
+
+def factors_of(text: dict[str, Any]) -> list[float]:
+    """Perplexity factors of the candidates on one text."""
+    return [candidate["perplexity_factor"] for candidate in text["candidates"]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,10 +94,24 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="also look for a pass key at five depths of prompts of these lengths (tests FP8 KV)",
     )
+    add(
+        "--lm-eval",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="YAML",
+        help="also run lm-eval tasks, given as files (needs the package lm-eval)",
+    )
+    add("--lm-eval-limit", type=int, metavar="N", help="samples of each such task (default: all)")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--cache", type=Path, help="folder that keeps log-probabilities between runs")
-    add("--summary", type=Path, help="flat JSON to merge the first candidate's worst factor into")
-    add("--summary-name", help="its name there, such as main_job.smollm2.ppl_factor")
+    add("--summary", type=Path, help="flat JSON to merge the candidates' worst factors into")
+    add(
+        "--summary-name",
+        nargs="+",
+        metavar="NAME",
+        help="their names there, in order, such as main_job.smollm2.ppl_factor",
+    )
     return parser
 
 
@@ -97,6 +129,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
             path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"--text {path}: cannot be read as UTF-8 text: {error}")
+    for path in args.lm_eval:
+        if not path.is_file():
+            parser.error(f"--lm-eval {path}: no such file; expected the YAML file of a task")
+    if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
+        parser.error("--lm-eval: the package lm-eval is missing; pip install 'oss-fused[lm-eval]'")
     if args.output.is_dir():
         parser.error(f"--output {args.output}: is a folder; name a JSON file")
     try:

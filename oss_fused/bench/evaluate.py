@@ -29,6 +29,7 @@ from oss_fused.bench.needle import ANSWER_TOKENS, retrieval
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, "-m", "oss_fused.bench.vllm_logprobs")
+TASK_WORKER = (sys.executable, "-m", "oss_fused.bench.vllm_tasks")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Task:
         max_tokens: of each text.
         top: likeliest tokens kept per position.
         needles: of needle.make_needles; the haystack is the first text.
+        lm_eval: YAML files of lm-eval tasks, run apart from the texts.
+        lm_eval_limit: samples of each such task, None for all.
     """
 
     texts: Sequence[Path]
@@ -48,6 +51,8 @@ class Task:
     max_tokens: int = 4096
     top: int = 300
     needles: Sequence[dict[str, Any]] = ()
+    lm_eval: Sequence[Path] = ()
+    lm_eval_limit: int | None = None
 
 
 @dataclass
@@ -60,6 +65,7 @@ class Scorer:
         flags: engine flags for all models, before a model's own.
         cache: folder where log-probabilities are kept; None for none.
         worker: program and arguments, see vllm_logprobs (replaced in tests).
+        task_worker: the same for lm-eval tasks, see vllm_tasks.
     """
 
     task: Task
@@ -67,6 +73,7 @@ class Scorer:
     flags: Sequence[str] = ()
     cache: Path | None = None
     worker: Sequence[str] = field(default=WORKER)
+    task_worker: Sequence[str] = field(default=TASK_WORKER)
 
     def score(self, arm: Arm, scratch: Path) -> dict[str, np.ndarray]:
         """Log-probabilities of the task's tokens under ``arm``, as vllm_logprobs writes them.
@@ -79,13 +86,31 @@ class Scorer:
         if cached is not None and cached.is_file():
             return dict(np.load(cached))
         output = scratch / f"{arm.name}.npz"
-        self._run(arm, job | {"output": str(output)}, scratch)
+        self._run(self.worker, arm, job | {"output": str(output)}, scratch)
         if cached is not None:
             cached.parent.mkdir(parents=True, exist_ok=True)
             temporary = cached.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_bytes(output.read_bytes())
             temporary.replace(cached)
         return dict(np.load(output))
+
+    def run_tasks(self, arm: Arm, scratch: Path) -> dict[str, dict[str, float]]:
+        """Scores of the lm-eval tasks under ``arm``: task -> metric -> number.
+
+        Raises:
+            ServerError: the process failed; the message has the tail of its log.
+        """
+        output = scratch / f"{arm.name}.tasks.json"
+        job = {
+            "model": arm.model,
+            # a task decides how long its prompts are
+            "flags": ["--enforce-eager", "--max-num-seqs", "8", *self.flags, *arm.flags],
+            "tasks": [str(path) for path in self.task.lm_eval],
+            "limit": self.task.lm_eval_limit,
+            "output": str(output),
+        }
+        self._run(self.task_worker, arm, job, scratch)
+        return json.loads(output.read_text())
 
     def _job(self, arm: Arm) -> dict[str, Any]:
         longest = [needle["length"] + ANSWER_TOKENS for needle in self.task.needles]
@@ -96,6 +121,7 @@ class Scorer:
         # one short pass over the text: compiling would take longer than it saves
         defaults.append("--enforce-eager")
         task = asdict(self.task) | {"texts": [str(path) for path in self.task.texts]}
+        del task["lm_eval"], task["lm_eval_limit"]
         return task | {"model": arm.model, "flags": [*defaults, *self.flags, *arm.flags]}
 
     def _key(self, arm: Arm, job: Mapping[str, Any]) -> str:
@@ -108,13 +134,13 @@ class Scorer:
         parts += [str(version("vllm")), str(version("oss-fused"))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
-    def _run(self, arm: Arm, job: Mapping[str, Any], scratch: Path) -> None:
+    def _run(self, worker: Sequence[str], arm: Arm, job: Mapping[str, Any], scratch: Path) -> None:
         path, log_path = scratch / f"{arm.name}.json", scratch / f"{arm.name}.log"
         path.write_text(json.dumps(job))
         environment = dict(os.environ) if self.gpu else CPU_ENVIRONMENT | dict(os.environ)
         with log_path.open("wb") as log:
             process = processes.start(
-                [*self.worker, str(path)], log, environment | dict(arm.environment)
+                [*worker, str(path)], log, environment | dict(arm.environment)
             )
         try:
             status = process.wait()
@@ -182,13 +208,15 @@ def evaluate(scorer: Scorer, arms: Sequence[Arm]) -> dict[str, Any]:
         ValueError: the candidates' tokenizers differ, or a text is too short.
     """
     texts: list[dict[str, Any]] = []
-    scores, seconds = [], []
+    scores, tasks, seconds = [], [], []
     scratch = tempfile.TemporaryDirectory(prefix="oss-fused-evaluate-")
     with scratch as folder, processes.signals_as_exceptions():
         for arm in arms:
             start = time.monotonic()
             print(f"scoring {arm.name} ({arm.model})", file=sys.stderr, flush=True)
             scores.append(scorer.score(arm, Path(folder)))
+            if scorer.task.lm_eval:
+                tasks.append({"name": arm.name, "tasks": scorer.run_tasks(arm, Path(folder))})
             seconds.append(round(time.monotonic() - start, 1))
     for number, path in enumerate(scorer.task.texts):
         parts = [_of_text(score, number) for score in scores]
@@ -209,9 +237,12 @@ def evaluate(scorer: Scorer, arms: Sequence[Arm]) -> dict[str, Any]:
                 "candidates": candidates,
             }
         )
-    task = asdict(scorer.task) | {"texts": [str(path) for path in scorer.task.texts]}
+    task = asdict(scorer.task)
+    task |= {key: [str(path) for path in task[key]] for key in ("texts", "lm_eval")}
     models = [asdict(arm) | {"seconds": spent} for arm, spent in zip(arms, seconds)]
     result = {"task": task, "flags": list(scorer.flags), "models": models, "texts": texts}
+    if tasks:
+        result["lm_eval"] = tasks
     if scorer.task.needles:
         result["needles"] = [
             {"name": arm.name, **retrieval(scorer.task.needles, score["answers"].tolist())}

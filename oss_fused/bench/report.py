@@ -102,6 +102,14 @@ def quality_table(quality: Mapping[str, Any]) -> str:
             for row in quality["needles"]
         ]
         parts.append(table(["pass key found in", *(f"{n} tokens" for n in lengths)], found))
+    if quality.get("lm_eval"):
+        scores = [
+            [row["name"], task, metric, f"{value:.4f}"]
+            for row in quality["lm_eval"]
+            for task, metrics in row["tasks"].items()
+            for metric, value in metrics.items()
+        ]
+        parts.append(table(["model", "lm-eval task", "metric", "score"], scores))
     return "\n\n".join(parts)
 
 

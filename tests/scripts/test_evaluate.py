@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import runpy
 import subprocess
@@ -25,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
     def with_double(self: evaluate.Scorer, *values: object) -> None:
         original(self, *values)
-        self.worker = worker
+        self.worker = self.task_worker = worker
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluate.Scorer, "__init__", with_double)
@@ -48,14 +49,16 @@ def test_writes_json_table_and_summary(
         *("--baseline", str(tmp_path / "good"), "--candidate", str(tmp_path / "worse")),
         *("--candidate", f"again=X=1 {tmp_path / 'good'} --kv-cache-dtype fp8"),
         *("--text", str(TEXT), str(other), "--output", str(output)),
-        *("--summary", str(totals), "--summary-name", "main_job.smollm2.ppl_factor"),
+        *("--summary", str(totals), "--summary-name", "main_job.smollm2.ppl_factor", "again"),
     )
     assert code == 0
     results = json.loads(output.read_text())
     assert [model["name"] for model in results["models"]] == ["good", "worse", "again"]
     assert results["models"][2]["flags"] == ["--kv-cache-dtype", "fp8"]
     assert results["environment"]["versions"]["torch"]
-    value = json.loads(totals.read_text())["main_job.smollm2.ppl_factor"]
+    figures = json.loads(totals.read_text())
+    assert figures["again"] == {"value": 1.0, "file": "r/q.json"}
+    value = figures["main_job.smollm2.ppl_factor"]
     assert value == {"value": pytest.approx(1.10517), "file": "r/q.json"}
     shown = capsys.readouterr().err
     assert "| prose.txt | worse | 2.210 | 1.1052 |" in shown
@@ -71,6 +74,7 @@ def test_writes_json_table_and_summary(
         ({"--window": "1"}, "--window 1: expected at least 2"),
         ({"--output": "/"}, "is a folder"),
         ({"--summary": "s.json"}, "needs --summary-name"),
+        ({"--lm-eval": "/nowhere.yaml"}, "/nowhere.yaml: no such file"),
     ],
 )
 def test_bad_arguments(
@@ -85,6 +89,41 @@ def test_bad_arguments(
     words = [f"{flag}={value}" for flag, value in options.items()]
     assert run(monkeypatch, *words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_lm_eval_tasks_run_on_every_model_or_say_what_is_missing(
+    installed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("good", "worse"):
+        (tmp_path / name).mkdir()
+    task = tmp_path / "arithmetic.yaml"
+    task.write_text("task: arithmetic\n")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if installed else None) if name == "lm_eval" else find_spec(name),
+    )
+    output = tmp_path / "q.json"
+    code = run(
+        monkeypatch,
+        *("--baseline", str(tmp_path / "good"), "--candidate", str(tmp_path / "worse")),
+        *("--text", str(TEXT), "--output", str(output)),
+        *("--lm-eval", str(task), "--lm-eval-limit", "7"),
+    )
+    shown = capsys.readouterr().err
+    if not installed:
+        assert code == 2
+        assert "pip install 'oss-fused[lm-eval]'" in shown
+        return
+    assert code == 0
+    rows = json.loads(output.read_text())["lm_eval"]
+    assert rows[1] == {"name": "worse", "tasks": {"arithmetic": {"acc": 0.5, "limit": 7}}}
+    assert "| worse | arithmetic | acc | 0.5000 |" in shown
 
 
 def test_failing_model_ends_with_1_and_writes_nothing(
