@@ -5,15 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plugin.conftest import PROMPT, assert_agrees, build, calibrate, to_mxfp4
+from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve]
-
-GRAPHS = {
-    "enforce_eager": False,
-    "gpu_memory_utilization": 0.1,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -79,4 +73,5 @@ def test_attention_kernels_agree(tmp_path, engine, monkeypatch):
     assert attention_classes(served) == {"FlashAttentionImpl"}
     theirs = served.generate(prompt)
     assert ours[0] == theirs[0]
-    assert ours[1] == pytest.approx(theirs[1], abs=0.1)
+    # one e4m3 code that flips moves a log-probability of this model by about 0.1
+    assert ours[1] == pytest.approx(theirs[1], abs=0.15)
