@@ -4,6 +4,6 @@
 Importing this package registers them all, once.
 """
 
-from oss_fused.ops import attention, backward, gemm, mlp, moe, norm, quantize, rope
+from oss_fused.ops import attention, backward, gemm, mlp, moe, norm, qkv, quantize, rope
 
-__all__ = ["attention", "backward", "gemm", "mlp", "moe", "norm", "quantize", "rope"]
+__all__ = ["attention", "backward", "gemm", "mlp", "moe", "norm", "qkv", "quantize", "rope"]

@@ -16,6 +16,8 @@ OPERATIONS: dict[str, str] = {
     "moe_mxfp4": "moe",
     "moe_repack_mxfp4": "mxfp4",
     "moe_route": "router",
+    "norm_qkv_rope_kv": "qkv",
+    "qkv_rope_kv": "qkv",
     "quantize_fp8": "quantize",
     "rmsnorm_rope": "rope",
     "rmsnorm_rope_backward": "rope_backward",
