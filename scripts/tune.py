@@ -4,6 +4,8 @@
 
     python scripts/tune.py matmul --sizes 4096x4096x4096 8192x8192x8192 --output tuning.json
     python scripts/tune.py fp8_gemm --sizes 1024x4096x4096 --memory 0.5
+    python scripts/tune.py gated_mlp --sizes 64x2048x5632       # rows, hidden, intermediate
+    python scripts/tune.py rmsnorm_rope --sizes 1x8192x4096x64  # batch, sequence, hidden, head
     python scripts/tune.py simulate --device low_bw --sizes 4096x4096x4096
     python scripts/tune.py --list
     python scripts/tune.py --merge other-machine.json
@@ -29,17 +31,16 @@ from oss_fused.tuning.device import load_description
 from oss_fused.tuning.objective import Objective
 from oss_fused.tuning.result import TuningResult
 from oss_fused.tuning.simulate import tune_simulated
-from oss_fused.tuning.targets import TARGETS, MatmulProblem, get_target
+from oss_fused.tuning.targets import TARGETS, get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
 
 
-def sizes(text: str) -> tuple[int, int, int]:
-    """``MxNxK`` as three positive numbers."""
+def sizes(text: str) -> tuple[int, ...]:
+    """``MxNxK``, or as many positive numbers as the target has sizes."""
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected MxNxK, e.g. 4096x4096x4096")
-    m, n, k = (int(part) for part in parts)
-    return m, n, k
+    if len(parts) < 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, e.g. 4096x4096x4096")
+    return tuple(int(part) for part in parts)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -68,13 +69,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def tune(args: argparse.Namespace, size: tuple[int, int, int]) -> TuningResult:
-    """Tune one size of the chosen target."""
+def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
+    """Tune one size of the chosen target.
+
+    Raises:
+        ValueError: another number of sizes than the target has.
+    """
     cache = TuningCache(args.cache)
-    if args.target == "simulate":
-        return tune_simulated(load_description(args.device), FP8GEMMInput(*size), cache, args.force)
-    target = get_target(args.target)
-    problem = MatmulProblem(*size) if args.target == "matmul" else FP8GEMMInput(*size)
+    target = None if args.target == "simulate" else get_target(args.target)
+    names = target.sizes if target else "MxNxK"
+    if len(size) != len(names.split("x")):
+        raise ValueError(f"--sizes {'x'.join(map(str, size))}: {args.target} expects {names}")
+    if target is None:
+        m, n, k = size
+        problem = FP8GEMMInput(m, n, k)
+        return tune_simulated(load_description(args.device), problem, cache, args.force)
+    problem = target.problem(*size)
     import torch
 
     tuner = TritonAutoTuner(
@@ -87,6 +97,7 @@ def tune(args: argparse.Namespace, size: tuple[int, int, int]) -> TuningResult:
         tolerance=target.tolerance,
         objective=Objective(1.0, args.memory, args.energy),
         cache=cache,
+        accumulators=target.accumulators,
         exhaustive=args.exhaustive,
         progress=sys.stderr.isatty(),
     )

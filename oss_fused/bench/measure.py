@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Time a callable call by call: CUDA events behind a flushed L2, or the clock on a CPU."""
+"""Time a callable: call by call behind a flushed L2, in graph replays, by the clock on a CPU."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,39 @@ def time_calls(fn: Callable[[], Any], repeats: int, device: torch.device | str) 
             end.record()
         torch.cuda.synchronize(device)
         return [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+
+
+def time_replays(
+    calls: Sequence[Callable[[], Any]], repeats: int, device: torch.device | str
+) -> list[float]:
+    """Milliseconds of one call, over ``repeats`` replays of a CUDA graph of all ``calls``.
+
+    The way for kernels of a few microseconds, which an event pair of their own would inflate. The
+    calls are the same function on inputs that together exceed the L2; their results are kept, so
+    that each writes memory of its own.
+
+    Raises:
+        ValueError: ``repeats`` is below 1.
+        RuntimeError: a call cannot be captured.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: expected at least 1")
+    with torch.cuda.device(device):
+        # inputs made on the default stream must exist before the capture stream reads them
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = [call() for call in calls]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        graph.replay()
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        del kept
+        pairs = itertools.pairwise(events)
+        return [start.elapsed_time(end) / len(calls) for start, end in pairs]
 
 
 def _clock_one(fn: Callable[[], Any]) -> float:

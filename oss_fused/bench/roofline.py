@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oss_fused.bench.kernel_timing import copy_bandwidth
 from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import summarize
 
@@ -85,10 +86,13 @@ def measure_ceilings(device: str | torch.device, dtypes: tuple[torch.dtype, ...]
     """Copy bandwidth of a large buffer, and the best of square matrix products per dtype."""
     device = torch.device(device)
     gpu = device.type == "cuda"
-    source = torch.ones((2**28 if gpu else 2**24) // 4, device=device)
-    target = torch.empty_like(source)
-    ms = _best_ms(lambda: target.copy_(source), device)
-    bandwidth = 2 * source.numel() * 4 / (ms * 1e-3) / 1e9
+    if gpu:
+        bandwidth = copy_bandwidth() / 1e9
+    else:
+        source = torch.ones(2**22)
+        target = torch.empty_like(source)
+        ms = _best_ms(lambda: target.copy_(source), device)
+        bandwidth = 2 * source.numel() * 4 / (ms * 1e-3) / 1e9
     tflops = {}
     for dtype in dtypes:
         size = 8192 if gpu else 512

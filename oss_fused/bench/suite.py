@@ -7,6 +7,7 @@ row that says so, and no time. Times follow the measuring method of bench/statis
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.measure import time_calls, warm_up
+from oss_fused.bench.kernel_timing import copies_for
+from oss_fused.bench.measure import time_calls, time_replays, warm_up
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
@@ -68,6 +70,8 @@ class BenchmarkSuite:
         dtype: of activations and weights.
         compile_baseline: also measure ``torch.compile`` of the eager formula.
         ceilings: roofs; default: measured at the first benchmark.
+        graphs: on a GPU, time replays of a CUDA graph over inputs that exceed the L2, as a served
+            model runs; False times call by call, for functions that cannot be captured.
 
     Raises:
         ValueError: a run count.
@@ -82,6 +86,7 @@ class BenchmarkSuite:
         dtype: torch.dtype = torch.bfloat16,
         compile_baseline: bool | None = None,
         ceilings: Ceilings | None = None,
+        graphs: bool = True,
     ) -> None:
         """Keep the settings; nothing is measured yet."""
         if warmup_runs < 0:
@@ -96,6 +101,7 @@ class BenchmarkSuite:
         on_gpu = self.device.type == "cuda"
         self.compile_baseline = on_gpu if compile_baseline is None else compile_baseline
         self._ceilings = ceilings
+        self.graphs = graphs
         self.rows: list[BenchmarkRow] = []
         self.points: list[RooflinePoint] = []
 
@@ -225,13 +231,17 @@ class BenchmarkSuite:
         )
 
     def _time(self, function: Implementation, problem: Problem) -> tuple[list[float], Any]:
+        sets = 1 if self.device.type != "cuda" else copies_for(problem.num_bytes)
         arguments = problem.make(self.device)
-
-        def call() -> Any:
-            return function(**arguments)
-
-        warm_up(call, self.warmup_runs, self.device)
-        sampler: Callable[[int], list[float]] = lambda n: time_calls(call, n, self.device)  # noqa: E731
+        calls = [functools.partial(function, **arguments)]
+        for _ in range(sets - 1):
+            calls.append(functools.partial(function, **_copied(arguments)))
+        warm_up(calls[0], self.warmup_runs, self.device)
+        sampler: Callable[[int], list[float]] = functools.partial(
+            time_calls, calls[0], device=self.device
+        )
+        if self.device.type == "cuda" and self.graphs:
+            sampler = functools.partial(time_replays, calls, device=self.device)
         return collect(sampler, self.benchmark_runs, max_rounds=3)
 
     def generate_report(self) -> str:
@@ -251,6 +261,7 @@ class BenchmarkSuite:
                 "benchmark_runs": self.benchmark_runs,
                 "device": str(self.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
+                "graphs": self.graphs,
             },
             "rows": [asdict(row) for row in self.rows],
         }
@@ -282,6 +293,11 @@ def describe(problem: Problem) -> str:
     """Short text of a problem's sizes, e.g. ``1x128x2048x64``, with the activation if any."""
     sizes = "x".join(str(size) for size in problem.shape)
     return f"{sizes} {problem.activation}" if isinstance(problem, GatedMLPInput) else sizes
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    # strides and all: the transpose of a row-major weight stays one
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
 
 
 def _small(problem: Problem) -> Problem:

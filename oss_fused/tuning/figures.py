@@ -89,18 +89,24 @@ def matmul_steps(
 
 
 def tuning_gain(
-    device: torch.device, size: int, cache: TuningCache
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Gain of the tuned matmul over v2's config at ``size``."""
-    target, problem = get_target("matmul"), MatmulProblem(size, size, size)
+    device: torch.device, name: str, sizes: Sequence[int], cache: TuningCache
+) -> tuple[float, dict[str, Any]]:
+    """Gain of tuning ``get_target(name)`` at ``sizes`` over its default, and the search's detail.
+
+    The default of "matmul" is the config of v2; that of the library's own kernels is what they run
+    with where nobody tunes.
+    """
+    target = get_target(name)
+    problem = target.problem(*sizes)
     tuner = TritonAutoTuner(
         target.function,
         target.space,
         warmup_runs=3,
         benchmark_runs=MIN_SAMPLES,
-        operation="matmul",
+        operation=name,
         reference=target.reference,
         tolerance=target.tolerance,
+        accumulators=target.accumulators,
         cache=cache,
         compile_workers=8,
     )
@@ -114,10 +120,12 @@ def tuning_gain(
     detail = {
         "key": result.key,
         "config": result.best_config,
+        "gain": result.gain,
         "metrics": result.metrics.to_dict(),
+        "default": result.default_metrics.to_dict() if result.default_metrics else None,
         "trials": [[t.config, t.status.value, t.message[:200]] for t in result.trials],
     }
-    return {"library.tuning.gain": result.gain or 0.0}, detail
+    return result.gain or 0.0, detail
 
 
 def door_overhead(device: torch.device) -> dict[str, float]:

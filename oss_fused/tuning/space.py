@@ -94,11 +94,11 @@ class ConfigSpace:
 
 _BLOCKS = (16, 32, 64, 128)
 
-# one program per row or group of rows: the block is the number of columns in flight
+# BLOCK_SIZE rows for each program, which keeps num_stages of them in flight
 RMSNORM_ROPE_CONFIGS = ConfigSpace(
     {
-        "BLOCK_SIZE": (16, 32, 64, 128),
-        "num_warps": (2, 4, 8),
+        "BLOCK_SIZE": (4, 8, *_BLOCKS),
+        "num_warps": (2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4),
     }
 )

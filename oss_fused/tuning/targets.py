@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""What scripts/tune.py can tune: kernel functions with their space, default and reference."""
+"""What scripts/tune.py can tune: kernel functions with their space, default and reference.
+
+A target's default is what its kernel runs with where nothing was tuned, so that the tuner's gain
+is over what users get: an empty config leaves the choice to the kernel's table or rule.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +16,14 @@ import torch
 from oss_fused.bench.accuracy import Tolerance
 from oss_fused.errors import TritonKernelError
 from oss_fused.kernels.registry import get_kernel
-from oss_fused.specs import FP8GEMMInput
-from oss_fused.tuning.space import FP8_GEMM_CONFIGS, Config, ConfigSpace
+from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
+from oss_fused.tuning.space import (
+    FP8_GEMM_CONFIGS,
+    GATED_MLP_CONFIGS,
+    RMSNORM_ROPE_CONFIGS,
+    Config,
+    ConfigSpace,
+)
 
 MATMUL_CONFIGS = ConfigSpace(
     {
@@ -25,20 +35,9 @@ MATMUL_CONFIGS = ConfigSpace(
         "num_stages": (2, 3, 4, 5),
     }
 )
+_EPS = 1e-6
 # both sides accumulate in float32 and round once; the order of the sums differs
 _REORDERED = Tolerance(4e-3, 2e-2, "one rounding to bfloat16 on each side")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tunable kernel function: ``function(*arguments(problem, device), **config)``."""
-
-    function: Callable[..., Any]
-    space: ConfigSpace
-    default: Config
-    reference: Callable[..., Any]
-    arguments: Callable[[FP8GEMMInput, torch.device], tuple[Any, ...]]
-    tolerance: Tolerance = _REORDERED
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,25 @@ class MatmulProblem(FP8GEMMInput):
     def num_bytes(self) -> int:
         """Bytes an ideal kernel moves."""
         return 2 * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tunable kernel function: ``function(*arguments(problem, device), **config)``.
+
+    ``problem`` makes a problem of its sizes, whose names are ``sizes``; ``accumulators`` are the
+    float32 tiles that a program of the kernel keeps.
+    """
+
+    function: Callable[..., Any]
+    space: ConfigSpace
+    reference: Callable[..., Any]
+    arguments: Callable[[Any, torch.device], tuple[Any, ...]]
+    problem: Callable[..., Any]
+    sizes: str = "MxNxK"
+    default: Config = field(default_factory=dict)
+    accumulators: int = 1
+    tolerance: Tolerance = _REORDERED
 
 
 def _matmul_arguments(problem: FP8GEMMInput, device: torch.device) -> tuple[Any, ...]:
@@ -87,26 +105,93 @@ def _tuned_fp8_gemm(
     return out
 
 
+def _tuned_rmsnorm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **config: int
+) -> torch.Tensor:
+    from oss_fused.kernels.triton.launch import multiprocessors
+    from oss_fused.kernels.triton.rope import rmsnorm_rope
+
+    launch = {}
+    if config:
+        programs = x.shape[0] * x.shape[1] / config["BLOCK_SIZE"]
+        launch = {
+            "ctas": max(1, round(programs / multiprocessors(x.device))),
+            "num_warps": config["num_warps"],
+            "stages": config["num_stages"],
+        }
+    return rmsnorm_rope(x, weight, cos, sin, _EPS, launch)
+
+
+def _rmsnorm_rope_reference(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    return get_kernel("torch", "rmsnorm_rope")(x, weight, cos, sin, _EPS)
+
+
+def _tuned_gated_mlp(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, **config: int
+) -> torch.Tensor:
+    from oss_fused.kernels.triton.mlp_gated import gated_mlp
+
+    return gated_mlp(x, gate, up, None, None, "silu", "up", config)
+
+
+def _gated_mlp_reference(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return get_kernel("torch", "gated_mlp")(x, gate, up, None, None, "silu", "up")
+
+
 def get_target(name: str) -> Target:
-    """The target ``name``: "matmul" (bfloat16, the tutorial's v3) or "fp8_gemm" (large products).
+    """The target ``name``.
+
+    "matmul" is the tutorial's bfloat16 product (its default is v2's config), "fp8_gemm" the
+    product of many rows, "rmsnorm_rope" and "gated_mlp" what the library functions launch.
 
     Raises:
         TritonKernelError: the kernels cannot be imported here.
         ValueError: unknown name.
     """
-    if name not in TARGETS:
-        raise ValueError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
+    if name == "rmsnorm_rope":
+        return Target(
+            _tuned_rmsnorm_rope,
+            RMSNORM_ROPE_CONFIGS,
+            _rmsnorm_rope_reference,
+            lambda problem, device: tuple(problem.make(device).values()),
+            RMSNormRoPEInput,
+            "BATCHxSEQUENCExHIDDENxHEAD",
+        )
+    if name == "gated_mlp":
+        return Target(
+            _tuned_gated_mlp,
+            GATED_MLP_CONFIGS,
+            _gated_mlp_reference,
+            lambda problem, device: tuple(problem.make(device).values())[:3],
+            lambda rows, hidden, intermediate: GatedMLPInput(1, rows, hidden, intermediate),
+            "ROWSxHIDDENxINTERMEDIATE",
+            accumulators=2,
+        )
     if name == "fp8_gemm":
-        default = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 128, "GROUP_M": 8}
-        default |= {"num_warps": 8, "num_stages": 3}
-        return Target(_tuned_fp8_gemm, FP8_GEMM_CONFIGS, default, _fp8_reference, _fp8_arguments)
+        return Target(
+            _tuned_fp8_gemm,
+            FP8_GEMM_CONFIGS,
+            _fp8_reference,
+            _fp8_arguments,
+            FP8GEMMInput,
+        )
+    if name != "matmul":
+        raise ValueError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
     try:
         from oss_fused.kernels.triton.tutorial_matmul import matmul_v3
     except ImportError as error:
         raise TritonKernelError(f"target={name!r}: needs the package triton ({error})") from error
-    default = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
-    default |= {"num_warps": 4, "num_stages": 3}
-    return Target(matmul_v3, MATMUL_CONFIGS, default, torch.mm, _matmul_arguments)
+    v2 = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
+    return Target(
+        matmul_v3,
+        MATMUL_CONFIGS,
+        torch.mm,
+        _matmul_arguments,
+        MatmulProblem,
+        default={**v2, "num_warps": 4, "num_stages": 3},
+    )
 
 
-TARGETS = ("matmul", "fp8_gemm")
+TARGETS = ("matmul", "fp8_gemm", "gated_mlp", "rmsnorm_rope")

@@ -116,7 +116,8 @@ class TritonAutoTuner:
                 give throughput and bandwidth.
             device: where to measure.
             force: measure even where the cache has an answer.
-            default: a config to measure too, so that the result can state the gain.
+            default: a config to measure too, so that the result can state the gain; an empty one
+                calls the kernel without any, for its own choice.
 
         Raises:
             TritonKernelError: no config ran and was right; the message lists why.
@@ -156,7 +157,7 @@ class _Run:
         for relative in relatives:
             for config in relative.impossible:
                 self._record(Trial(config, Status.SKIPPED, "did not fit the device before"))
-        baseline = self._measure_all([default])[0] if default else None
+        baseline = self._measure_all([default])[0] if default is not None else None
         space = tuner.config_space
         if tuner.exhaustive:
             self._measure_all(space)

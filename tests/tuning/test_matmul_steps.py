@@ -89,15 +89,47 @@ def test_tuner_on_a_real_kernel_rejects_the_wrong_and_keeps_the_right(tmp_path, 
     assert result.metrics.throughput_tflops > 0 and result.metrics.bandwidth_gbps > 0
 
 
-@pytest.mark.parametrize("name", ["matmul", "fp8_gemm"])
-def test_targets_default_is_right_and_in_their_space(name, device):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("matmul", (48, 64, 64)),
+        ("fp8_gemm", (48, 64, 64)),
+        ("gated_mlp", (20, 64, 96)),
+        ("rmsnorm_rope", (2, 40, 128, 32)),
+    ],
+)
+def test_targets_take_their_space_and_their_default(name, sizes, device):
     target = get_target(name)
-    assert target.default in target.space
-    problem = FP8GEMMInput(48, 64, 64)
+    assert not target.default or target.default in target.space
+    problem = target.problem(*sizes)
     arguments = target.arguments(problem, device)
-    actual = target.function(*arguments, **target.default)
-    expected = target.reference(*arguments)
-    assert check_accuracy(actual.cpu(), expected.cpu(), target.tolerance).passed
+    expected = target.reference(*arguments).cpu()
+    smallest = {key: values[0] for key, values in target.space.parameters.items()}
+    for config in (target.default, smallest):
+        actual = target.function(*arguments, **config)
+        assert check_accuracy(actual.cpu(), expected, target.tolerance).passed
+
+
+def test_tuning_a_library_kernel_states_the_gain_over_its_own_choice(tmp_path, device):
+    cache = TuningCache(tmp_path / "c.json")
+    target = get_target("rmsnorm_rope")
+    problem = target.problem(1, 8, 64, 16)
+    tuner = TritonAutoTuner(
+        target.function,
+        {"BLOCK_SIZE": (4,), "num_warps": (2,), "num_stages": (1, 2)},
+        warmup_runs=0,
+        benchmark_runs=20,
+        operation="rmsnorm_rope",
+        reference=target.reference,
+        cache=cache,
+    )
+    arguments = target.arguments(problem, device)
+    result = tuner.tune(*arguments, problem_size=problem, device=device, default=target.default)
+    assert result.best_config["BLOCK_SIZE"] == 4 and result.gain is not None
+    assert result.count(Status.OK) == 3
+
+
+def test_unknown_target_is_named():
     with pytest.raises(ValueError, match="target='conv'"):
         get_target("conv")
 
@@ -118,6 +150,7 @@ def test_command_simulates_lists_and_merges(tmp_path, capsys):
     ("args", "code", "words"),
     [
         (["simulate", "--device", "h300", "--sizes", "8x8x8"], 2, "h300"),
+        (["rmsnorm_rope", "--sizes", "8x8x8"], 2, "BATCHxSEQUENCExHIDDENxHEAD"),
         (["--merge", "nowhere.json"], 2, "nowhere.json"),
     ],
 )
@@ -126,7 +159,7 @@ def test_command_names_bad_input(args, code, words, capsys, tmp_path):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("args", [[], ["matmul"], ["matmul", "--sizes", "8x8"]])
+@pytest.mark.parametrize("args", [[], ["matmul"], ["matmul", "--sizes", "8xb"]])
 def test_command_usage_errors(args, capsys):
     with pytest.raises(SystemExit) as caught:
         tune.main(args)
