@@ -132,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quality", type=Path, help="JSON of evaluate.py, to include in the report")
     add("--summary", type=Path, help="flat JSON to merge ratios into")
     add("--summary-prefix", help="name before .ratio_c1 etc., such as main_job.gpt_oss_20b")
+    add("--summary-key", default="ratio_c", help="name before the concurrency (default: ratio_c)")
     add("--summary-arm", help="the arm of those ratios (default: the second)")
     add(
         "--render",
@@ -280,7 +281,9 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
         return
     arm = args.summary_arm or list(results["arms"])[1]
     where = summary.relative(file, args.summary)
-    figures = summary.named_ratios(results["cells"], arm, args.summary_prefix, where)
+    figures = summary.named_ratios(
+        results["cells"], arm, args.summary_prefix, where, args.summary_key
+    )
     summary.merge_summary(args.summary, figures)
     for name, figure in figures.items():
         print(f"{name} = {figure['value']}", file=sys.stderr)

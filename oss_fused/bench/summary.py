@@ -67,9 +67,9 @@ def condense(
 
 
 def named_ratios(
-    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, file: str
+    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, file: str, key: str = "ratio_c"
 ) -> dict[str, dict[str, Any]]:
-    """Ratios of output tok/s under flat names: ``<prefix>.ratio_c<concurrency>``.
+    """Ratios of output tok/s under flat names: ``<prefix>.<key><concurrency>``.
 
     Loads of other lengths than the first get ``_<input>x<output>`` appended.
 
@@ -78,6 +78,7 @@ def named_ratios(
         candidate: the arm.
         prefix: such as ``main_job.gpt_oss_20b``.
         file: where the detail is, for the reader.
+        key: what stands before the concurrency.
     """
     first = (cells[0]["input_len"], cells[0]["output_len"])
     named = {}
@@ -85,7 +86,7 @@ def named_ratios(
         lengths = (cell["input_len"], cell["output_len"])
         suffix = "" if lengths == first else f"_{lengths[0]}x{lengths[1]}"
         ratio = cell["arms"][candidate]["ratios"]["output_throughput"]
-        named[f"{prefix}.ratio_c{cell['concurrency']}{suffix}"] = {
+        named[f"{prefix}.{key}{cell['concurrency']}{suffix}"] = {
             "value": round(ratio["median"], 4),
             "file": file,
         }

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
 from oss_fused.bench import preflight
-from scripts.doctor import main
 from tests.plugin.conftest import build, calibrate, edit, tensors_of
 
 GPU = torch.cuda.is_available()
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/doctor.py"
+main = runpy.run_path(str(SCRIPT))["main"]
 
 
 @pytest.fixture(scope="module")
