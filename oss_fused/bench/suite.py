@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.kernel_timing import copies_for
 from oss_fused.bench.measure import time_calls, time_replays, warm_up
+from oss_fused.bench.rivals import implementations
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
-from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 FORMAT = 1
@@ -72,6 +71,8 @@ class BenchmarkSuite:
         ceilings: roofs; default: measured at the first benchmark.
         graphs: on a GPU, time replays of a CUDA graph over inputs that exceed the L2, as a served
             model runs; False times call by call, for functions that cannot be captured.
+        backends: further backends of the kernel registry to measure beside the library's functions,
+            where they run; default on a GPU: "cuda" and "tilelang".
 
     Raises:
         ValueError: a run count.
@@ -87,6 +88,7 @@ class BenchmarkSuite:
         compile_baseline: bool | None = None,
         ceilings: Ceilings | None = None,
         graphs: bool = True,
+        backends: Sequence[str] | None = None,
     ) -> None:
         """Keep the settings; nothing is measured yet."""
         if warmup_runs < 0:
@@ -102,6 +104,8 @@ class BenchmarkSuite:
         self.compile_baseline = on_gpu if compile_baseline is None else compile_baseline
         self._ceilings = ceilings
         self.graphs = graphs
+        further = ("cuda", "tilelang") if on_gpu else ()
+        self.backends = tuple(further if backends is None else backends)
         self.rows: list[BenchmarkRow] = []
         self.points: list[RooflinePoint] = []
 
@@ -125,11 +129,7 @@ class BenchmarkSuite:
             RMSNormRoPEInput(b, s, h, head_dim, self.dtype)
             for b, s, h in itertools.product(batch_sizes, seq_lens, hidden_dims)
         ]
-        return self.benchmark(
-            "rmsnorm_rope",
-            problems,
-            {"pytorch": _eager_rmsnorm_rope, "oss_fused": fused_rmsnorm_rope},
-        )
+        return self._benchmark("rmsnorm_rope", problems)
 
     def benchmark_gated_mlp(
         self,
@@ -144,24 +144,22 @@ class BenchmarkSuite:
             batch_sizes, seq_lens, hidden_dims, intermediate_dims, activations
         )
         problems = [GatedMLPInput(*values, dtype=self.dtype) for values in sizes]
-        return self.benchmark(
-            "gated_mlp", problems, {"pytorch": _eager_gated_mlp, "oss_fused": fused_gated_mlp}
-        )
+        return self._benchmark("gated_mlp", problems)
 
     def benchmark_fp8_gemm(
         self, sizes: Sequence[tuple[int, int, int]] = ((4096, 4096, 4096),)
     ) -> list[BenchmarkRow]:
-        """``fp8_gemm`` of floating operands against cuBLAS and, on a GPU, cuBLASLt FP8.
+        """``fp8_gemm`` of floating operands against cuBLAS; backend "cuda" is cuBLASLt in FP8.
 
         Args:
-            sizes: (M, N, K). Both FP8 rows quantise both operands inside the timed call; for the
+            sizes: (M, N, K). Every FP8 row quantises both operands inside the timed call; for the
                 products alone see scripts/bench_kernels.py.
         """
         problems = [FP8GEMMInput(m, n, k, out_dtype=self.dtype) for m, n, k in sizes]
-        rivals: dict[str, Implementation] = {"pytorch": _eager_product, "oss_fused": fp8_gemm}
-        if self.device.type == "cuda":
-            rivals["cublaslt fp8"] = _cublaslt_product
-        return self.benchmark("fp8_gemm", problems, rivals)
+        return self._benchmark("fp8_gemm", problems)
+
+    def _benchmark(self, operation: str, problems: Sequence[Problem]) -> list[BenchmarkRow]:
+        return self.benchmark(operation, problems, implementations(operation, self.backends))
 
     def benchmark(
         self,
@@ -323,36 +321,3 @@ def _small(problem: Problem) -> Problem:
         batch_size=min(problem.batch_size, 2),
         seq_len=min(problem.seq_len, _CHECK_ROWS),
     )
-
-
-def _eager_rmsnorm_rope(
-    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
-    x32 = x.float()
-    y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
-    y = y.view(*x.shape[:2], -1, cos.shape[-1])
-    left, right = y.chunk(2, dim=-1)
-    cos, sin = cos.float()[:, None, :], sin.float()[:, None, :]
-    out = y * cos + torch.cat([-right, left], dim=-1) * sin
-    return out.view(x.shape).to(x.dtype)
-
-
-def _eager_gated_mlp(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, activation: str
-) -> torch.Tensor:
-    up = F.linear(x, up_weight)
-    if activation == "silu":
-        up = F.silu(up)
-    else:
-        up = F.gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.linear(x, gate_weight) * up
-
-
-def _eager_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a @ b
-
-
-def _cublaslt_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    qa, a_scale = quantize_fp8(a, strategy="token")
-    qb, b_scale = quantize_fp8(b.t(), strategy="channel")
-    return torch._scaled_mm(qa, qb.t(), a_scale, b_scale.t(), out_dtype=a.dtype)

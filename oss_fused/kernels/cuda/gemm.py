@@ -8,6 +8,7 @@ import torch
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.validation import (
     FP8,
+    HALF_DTYPES,
     as_rows,
     check_dtype,
     check_gemm,
@@ -29,7 +30,7 @@ def fp8_gemm(
 
     Raises:
         ShapeMismatchError: also where N or K is no multiple of 16, which cuBLASLt asks for.
-        UnsupportedDtypeError: also for a result other than bfloat16 with scales per row.
+        UnsupportedDtypeError: also for a float32 result with a bias.
     """
     check_gemm(a, b, a_scale, b_scale, bias)
     check_out_dtype(out_dtype)
@@ -44,10 +45,11 @@ def fp8_gemm(
     if a_scale.numel() == b_scale.numel() == 1:
         a_scale, b_scale = a_scale.view(1), b_scale.view(1)
     else:
-        check_dtype("out", torch.empty(0, dtype=out_dtype), (torch.bfloat16,))
         a_scale = a_scale.expand(a.shape[0], 1).contiguous()
         b_scale = b_scale.view(1, -1).expand(1, n).contiguous()
-    bias = None if bias is None else bias.to(out_dtype)
+    if bias is not None:
+        bias = bias.to(out_dtype)
+        check_dtype("bias", bias, HALF_DTYPES)
     a, b = as_rows(a).contiguous(), as_rows(b).contiguous()
     check_dtype("b", b, (FP8,))
     return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=bias, out_dtype=out_dtype)
