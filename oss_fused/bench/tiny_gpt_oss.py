@@ -178,7 +178,9 @@ class Trainer:
             groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         table = token_table(tokenizer)
-        train, held_out = (table[torch.tensor(list(text))] for text in corpus())
+        train, held_out = (
+            table[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()] for text in corpus()
+        )
         self.train, self.held_out = train.to(device), held_out.to(device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step, self.seconds, self.load = 0, 0.0, torch.zeros(SHAPE.layers, SHAPE.experts)

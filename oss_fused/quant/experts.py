@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from oss_fused.quant.checkpoint.reader import CheckpointReader
-from oss_fused.quant.formats import quantize
+from oss_fused.quant.formats import amax_to_scale, quantize
 from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
 
 PARTS = (("gate_up_proj", "w13"), ("down_proj", "w2"))
@@ -27,6 +27,20 @@ def read_expert(reader: CheckpointReader, module: str, part: str, expert: int) -
     return reader.read(prefix, expert).t().contiguous()
 
 
+def _to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales [N, 1] of a weight [N, K].
+
+    MXFP4 values have one mantissa bit and a power of two for a scale: with such a scale E4M3 holds
+    them exactly, as long as a row's blocks lie within 14 binades.
+    """
+    if not from_mxfp4:
+        return quantize(weight, "channel")
+    scale = amax_to_scale(weight.float().abs().amax(-1, keepdim=True))
+    mantissa, exponent = torch.frexp(scale)
+    above = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    return quantize(weight, "channel", above)
+
+
 def convert_experts(
     reader: CheckpointReader, module: str, count: int, target: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,7 +51,9 @@ def convert_experts(
         if target == "fp8":
             for expert in range(count):
                 own = f"{module}.{expert}.{short}"
-                q, scale = quantize(read_expert(reader, module, long, expert), "channel")
+                q, scale = _to_fp8(
+                    read_expert(reader, module, long, expert), f"{prefix}_blocks" in reader
+                )
                 yield f"{own}_weight", q
                 yield f"{own}_weight_scale", scale
                 yield f"{own}_bias", bias[expert].contiguous()

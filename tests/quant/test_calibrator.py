@@ -149,7 +149,8 @@ def test_experts_in_every_form(models: Models, tmp_path: Path, kind: str, target
         own = f"{prefix}.2.w13"
         assert after[f"{own}_weight"].shape == (192, 64) and after[f"{own}_bias"].shape == (192,)
         got = dequantize(after[f"{own}_weight"], after[f"{own}_weight_scale"])
-        bound = 0.04
+        # MXFP4 values fit into E4M3 with scales that are powers of two
+        bound = 0.0 if kind == "gpt-oss-mxfp4" else 0.04
     elif target == "bf16":
         got, bound = after[f"{prefix}.gate_up_proj"][2].t(), 0.0
     else:
