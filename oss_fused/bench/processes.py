@@ -113,6 +113,15 @@ def is_alive(pid: int) -> bool:
     return fields is not None and fields[0] != "Z"
 
 
+def proportional_mib(pid: int) -> float:
+    """Resident memory in MiB, shared pages divided among their users; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+
+
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/<pid>/stat after the name: state, parent, ..."""
     try:

@@ -145,6 +145,13 @@ class Server:
                 f"  command: {shlex.join(self.command)}\n{self.log_tail()}"
             )
 
+    def resident_mib(self) -> float:
+        """Memory of the server and everything it started, in MiB; a shared page is divided among its users."""
+        if self._process is None:
+            return 0.0
+        pids = [self._process.pid, *processes.descendants(self._process.pid)]
+        return sum(processes.proportional_mib(pid) for pid in pids)
+
     def wait_until_healthy(self) -> float:
         """Wait for /health; return the seconds since the start.
 

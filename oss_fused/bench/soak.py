@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""Keeps a server under mixed load for a while and watches errors, memory and determinism."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from oss_fused.bench.compare import CPU_ENVIRONMENT
+from oss_fused.bench.environment import has_gpu
+from oss_fused.bench.server import VLLM_SERVE, Server
+from oss_fused.bench.soak_requests import KINDS, Target, WrongAnswer, greedy
+from oss_fused.errors import ServerError
+
+_SAMPLE_SECONDS = 5.0
+# a request that takes longer is an error: nothing here asks for more than 200 tokens
+_PATIENCE_SECONDS = 300.0
+_DRAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One soak test.
+
+    Attributes:
+        model: checkpoint folder.
+        minutes: how long the load lasts.
+        max_requests: the load ends earlier after so many.
+        concurrency: clients at once.
+        max_model_len: context of the server, in tokens.
+        serve_flags: further flags of `vllm serve`.
+        seed: of the mix.
+        serve_command: replaced in tests.
+    """
+
+    model: str
+    minutes: float
+    max_requests: int = 100_000
+    concurrency: int = 4
+    max_model_len: int = 1024
+    serve_flags: Sequence[str] = ()
+    seed: int = 0
+    serve_command: Sequence[str] = VLLM_SERVE
+
+
+@dataclass
+class _Tally:
+    """What the clients saw; shared by their threads."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sent: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(plan: Plan, scratch: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Start the server, load it, and return what happened.
+
+    Returns:
+        "requests" (kind -> count), "median_seconds" (kind -> s), "errors" (list), "memory_mib"
+        (samples), "memory_growth_mib", "greedy_identical", "seconds".
+
+    Raises:
+        ServerError: the server does not start, or dies.
+    """
+    environment = {**({} if has_gpu() else CPU_ENVIRONMENT), **os.environ}
+    flags = ["--max-model-len", str(plan.max_model_len), *plan.serve_flags]
+    log = scratch / "server.log"
+    with Server("soak", plan.model, flags, log, environment, None, plan.serve_command) as server:
+        say(f"healthy after {server.wait_until_healthy():.0f} s")
+        with httpx.Client(base_url=server.url, timeout=_PATIENCE_SECONDS) as client:
+            target = Target(client, server.name, plan.max_model_len)
+            before = greedy(target)
+            start = time.monotonic()
+            tally, memory = _load(plan, server, target, say)
+            seconds = time.monotonic() - start
+            server.check("after the load")
+            tally.errors += _leftovers(client)
+            after = greedy(target)
+    if after != before:
+        tally.errors.append({"kind": "greedy", "error": f"{before} became {after}"})
+    return {
+        "requests": dict(sorted(tally.sent.items())),
+        "median_seconds": {
+            kind: round(statistics.median(values), 3)
+            for kind, values in sorted(tally.seconds.items())
+        },
+        "errors": tally.errors,
+        "memory_mib": memory,
+        "memory_growth_mib": growth(memory),
+        "greedy_identical": after == before,
+        "seconds": round(seconds, 1),
+    }
+
+
+def growth(samples: Sequence[float]) -> float:
+    """Median of the last quarter less that of the second: the first fills caches."""
+    quarter = len(samples) // 4
+    if not quarter:
+        return 0.0
+    late, early = samples[-quarter:], samples[quarter : 2 * quarter]
+    return round(statistics.median(late) - statistics.median(early), 1)
+
+
+def _load(
+    plan: Plan, server: Server, target: Target, say: Callable[[str], None]
+) -> tuple[_Tally, list[float]]:
+    tally, memory = _Tally(), []
+    deadline = time.monotonic() + 60 * plan.minutes
+    threads = [
+        threading.Thread(target=_client, args=(plan, target, tally, deadline, number), daemon=True)
+        for number in range(plan.concurrency)
+    ]
+    for thread in threads:
+        thread.start()
+    said = time.monotonic()
+    while any(thread.is_alive() for thread in threads):
+        server.check("under load")
+        memory.append(round(server.resident_mib(), 1))
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            total = sum(tally.sent.values())
+            say(f"{total} requests, {len(tally.errors)} errors, {memory[-1]:.0f} MiB")
+        threads[0].join(_SAMPLE_SECONDS)
+    return tally, memory
+
+
+def _client(plan: Plan, target: Target, tally: _Tally, deadline: float, number: int) -> None:
+    chance = random.Random(f"{plan.seed}-{number}")
+    while time.monotonic() < deadline:
+        # every kind in each round, in a new order
+        for name in chance.sample(list(KINDS), len(KINDS)):
+            with tally.lock:
+                if sum(tally.sent.values()) >= plan.max_requests or time.monotonic() > deadline:
+                    return
+                tally.sent[name] += 1
+            start = time.monotonic()
+            problem = None
+            try:
+                KINDS[name](target, chance)
+            except (WrongAnswer, httpx.HTTPError, ValueError, KeyError, StopIteration) as error:
+                problem = {"kind": name, "error": f"{type(error).__name__}: {error}"[:500]}
+            with tally.lock:
+                tally.seconds.setdefault(name, []).append(time.monotonic() - start)
+                if problem:
+                    tally.errors.append(problem)
+                # a server that only fails is not loaded for half an hour
+                if len(tally.errors) > 100:
+                    return
+
+
+def _leftovers(client: httpx.Client) -> list[dict[str, Any]]:
+    """Requests that the server still holds although every client has gone."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    held = ["no metrics"]
+    while held and time.monotonic() < deadline:
+        lines = client.get("/metrics").text.splitlines()
+        wanted = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+        held = [line for line in lines if line.startswith(wanted) and not line.endswith(" 0.0")]
+        time.sleep(0.5)
+    return [{"kind": "leftover", "error": line} for line in held]
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan that is unbounded or empty.
+
+    Raises:
+        ServerError: names the value.
+    """
+    if not 0 < plan.minutes <= 24 * 60:
+        raise ServerError(f"minutes={plan.minutes}: expected above 0 and at most a day")
+    if not 1 <= plan.concurrency <= 256:
+        raise ServerError(f"concurrency={plan.concurrency}: expected 1 to 256")
