@@ -125,8 +125,8 @@ def verify(
 ) -> Verification:
     """Check an implementation before its time may be reported.
 
-    The cases: random values from two seeds, small and large magnitudes, zeros, a NaN and an Inf.
-    An exception is a failure, not a crash. FP8 products skip the magnitudes that their format
+    The cases: random values from two seeds, small and large magnitudes, zeros, ones, a NaN and an
+    Inf. An exception is a failure, not a crash. FP8 products skip the magnitudes that their format
     cannot hold apart from a scale, which per-row scaling makes exact anyway.
 
     Args:
@@ -188,6 +188,7 @@ def _cases(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
         ("small", changed(lambda t: t.mul_(small))),
         ("large", changed(lambda t: t.mul_(16.0))),
         ("zeros", changed(lambda t: t.zero_())),
+        ("ones", changed(lambda t: t.fill_(1.0))),
     ]
     if base[key].numel():
         cases.append(("NaN", changed(poke(float("nan")))))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.kernel_timing import copies_for
 from oss_fused.bench.measure import time_calls, time_replays, warm_up
@@ -24,6 +25,7 @@ from oss_fused.bench.rivals import implementations
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.errors import BackendUnavailableError
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 FORMAT = 1
@@ -50,6 +52,8 @@ class BenchmarkRow:
     bandwidth_utilization: float | None = None
     flops_utilization: float | None = None
     bottleneck: str | None = None
+    energy_mj: float | None = None
+    gops_per_watt: float | None = None
     speedup: float | None = None
     samples_ms: list[float] = field(default_factory=list)
 
@@ -71,11 +75,13 @@ class BenchmarkSuite:
         ceilings: roofs; default: measured at the first benchmark.
         graphs: on a GPU, time replays of a CUDA graph over inputs that exceed the L2, as a served
             model runs; False times call by call, for functions that cannot be captured.
+        energy: measure millijoules and GOPS/W by NVML, half a second a row; a GPU only.
         backends: further backends of the kernel registry to measure beside the library's functions,
             where they run; default on a GPU: "cuda" and "tilelang".
 
     Raises:
         ValueError: a run count.
+        BackendUnavailableError: ``energy`` without a GPU.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class BenchmarkSuite:
         compile_baseline: bool | None = None,
         ceilings: Ceilings | None = None,
         graphs: bool = True,
+        energy: bool = False,
         backends: Sequence[str] | None = None,
     ) -> None:
         """Keep the settings; nothing is measured yet."""
@@ -95,6 +102,8 @@ class BenchmarkSuite:
             raise ValueError(f"warmup_runs={warmup_runs}: expected at least 0")
         if benchmark_runs < MIN_SAMPLES:
             raise ValueError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
+        if energy and not torch.cuda.is_available():
+            raise BackendUnavailableError("energy=True: needs an NVIDIA GPU, whose NVML counts it")
         self.warmup_runs = warmup_runs
         self.benchmark_runs = benchmark_runs
         default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,6 +113,7 @@ class BenchmarkSuite:
         self.compile_baseline = on_gpu if compile_baseline is None else compile_baseline
         self._ceilings = ceilings
         self.graphs = graphs
+        self.energy = energy
         further = ("cuda", "tilelang") if on_gpu else ()
         self.backends = tuple(further if backends is None else backends)
         self.rows: list[BenchmarkRow] = []
@@ -204,6 +214,7 @@ class BenchmarkSuite:
                 return replace(row, status="wrong", message=message)
             try:
                 samples, timing = self._time(function, problem)
+                energy = self._energy(function, problem)
             except Exception as error:
                 return replace(row, status="failed", message=f"{type(error).__name__}: {error}")
         fp8 = isinstance(problem, FP8GEMMInput) and name != "pytorch"
@@ -225,6 +236,8 @@ class BenchmarkSuite:
             bandwidth_utilization=point.bandwidth_gbps / self.ceilings.bandwidth_gbps,
             flops_utilization=point.tflops / peak if peak else None,
             bottleneck=point.bottleneck.value,
+            energy_mj=energy,
+            gops_per_watt=gops_per_watt(problem.flops, energy) if energy else None,
             samples_ms=samples,
         )
 
@@ -241,6 +254,12 @@ class BenchmarkSuite:
         if self.device.type == "cuda" and self.graphs:
             sampler = functools.partial(time_replays, calls, device=self.device)
         return collect(sampler, self.benchmark_runs, max_rounds=3)
+
+    def _energy(self, function: Implementation, problem: Problem) -> float | None:
+        if not self.energy:
+            return None
+        arguments = problem.make(self.device)
+        return energy_per_call_mj(lambda: function(**arguments), self.device)
 
     def generate_report(self) -> str:
         """The rows as text for people, grouped by operation."""
@@ -267,22 +286,29 @@ class BenchmarkSuite:
     def save_report(self, path: str | Path) -> Path:
         """Write the report; the suffix decides: .json, .md, .html or .txt.
 
+        A Markdown report puts its plots beside it, as ``<name>-<plot>.png``.
+
         Raises:
             ValueError: another suffix.
         """
-        from oss_fused.bench.suite_report import html_report, markdown_report
+        from oss_fused.bench.suite_report import html_report, markdown_report, plots
 
         path = Path(path)
+        drawn = (self.rows, self.ceilings, self.points)
         writers: dict[str, Callable[[], str]] = {
             ".json": lambda: json.dumps(self.results(), indent=1) + "\n",
-            ".md": lambda: markdown_report(self.rows, self.ceilings),
-            ".html": lambda: html_report(self.rows, self.ceilings, self.points),
+            ".md": lambda: markdown_report(self.rows, self.ceilings, images),
+            ".html": lambda: html_report(*drawn),
             ".txt": self.generate_report,
         }
         if path.suffix not in writers:
             raise ValueError(f"path={str(path)!r}: expected a suffix of {', '.join(writers)}")
-        text = writers[path.suffix]()
         path.parent.mkdir(parents=True, exist_ok=True)
+        images: dict[str, str] = {}
+        for name, png in plots(*drawn).items() if path.suffix == ".md" else ():
+            images[name] = f"{path.stem}-{name}.png"
+            path.with_name(images[name]).write_bytes(png)
+        text = writers[path.suffix]()
         path.write_text(text)
         return path
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oss_fused.bench.roofline import Ceilings, RooflinePoint
@@ -23,6 +23,7 @@ _HEADERS = (
     "GB/s",
     "bandwidth",
     "TFLOP/s",
+    "GOPS/W",
     "speed-up",
     "limited by",
 )
@@ -44,6 +45,7 @@ def _cells(row: BenchmarkRow) -> list[str]:
         _number(row.bandwidth_gbps),
         _number(row.bandwidth_utilization, ".0%"),
         _number(row.tflops),
+        _number(row.gops_per_watt),
         _number(row.speedup, ".2f") + "x",
         row.bottleneck or "-",
     ]
@@ -71,10 +73,17 @@ def _roofs(ceilings: Ceilings) -> str:
     return f"{ceilings.device}: measured copy {ceilings.bandwidth_gbps:.4g} GB/s, products {flops}"
 
 
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as the full lines of ``table`` need; a failure's message may run on."""
+    full = [line for line in table if len(line) == len(table[0])]
+    widths = [max(len(line[i]) for line in full) for i in range(len(table[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in table]
+
+
 def text_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings) -> str:
     """Aligned columns, one block an operation; the fastest of each problem carries a star."""
     best = winners(rows)
-    lines = [_roofs(ceilings)]
+    lines = [_roofs(ceilings), "", *_aligned(scoreboard(rows))]
     for operation, group in _by_operation(rows).items():
         table = [list(_HEADERS)]
         for row in group:
@@ -82,20 +91,62 @@ def text_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings) -> str:
             if best.get((row.operation, row.problem)) == row.implementation:
                 cells[1] += " *"
             table.append(cells)
-        full = [line for line in table if len(line) == len(_HEADERS)]
-        widths = [max(len(line[i]) for line in full) for i in range(len(_HEADERS))]
-        lines += ["", operation]
-        for line in table:
-            lines.append("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip())
+        lines += ["", operation, *_aligned(table)]
     return "\n".join(lines) + "\n"
 
 
-def markdown_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings) -> str:
-    """The same as Markdown tables; the fastest of each problem in bold."""
+def scoreboard(rows: Sequence[BenchmarkRow]) -> list[list[str]]:
+    """Who wins where: a header, then per problem each implementation's speed-up over the first.
+
+    The fastest carries a star; "wrong" and "failed" stand where there is no time.
+    """
     best = winners(rows)
-    lines = ["# Benchmark", "", _roofs(ceilings)]
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    table = [["operation", "problem", *names]]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        text = row.status if row.speedup is None else f"{row.speedup:.2f}x"
+        won = best.get((row.operation, row.problem)) == row.implementation
+        cells = lines.setdefault((row.operation, row.problem), {})
+        cells[row.implementation] = text + (" *" if won else "")
+    return table + [
+        [*key, *(cells.get(name, "") for name in names)] for key, cells in lines.items()
+    ]
+
+
+def plots(
+    rows: Sequence[BenchmarkRow], ceilings: Ceilings, points: Sequence[RooflinePoint]
+) -> dict[str, bytes]:
+    """Every plot of a report as PNG by name: "roofline", then an operation's latencies."""
+    drawn = {"roofline": roofline_plot(points, ceilings)} if points else {}
     for operation, group in _by_operation(rows).items():
-        lines += ["", f"## {operation}", "", "| " + " | ".join(_HEADERS) + " |"]
+        if any(row.latency_ms for row in group):
+            drawn[operation] = latency_plot(group)
+    return drawn
+
+
+def markdown_report(
+    rows: Sequence[BenchmarkRow], ceilings: Ceilings, images: Mapping[str, str] | None = None
+) -> str:
+    """The same as Markdown tables; the fastest of each problem in bold.
+
+    Args:
+        rows: what was measured.
+        ceilings: roofs of the device.
+        images: name of ``plots`` -> path of its file, shown where the report has its place.
+    """
+    best = winners(rows)
+    images = images or {}
+    header, *scores = scoreboard(rows)
+    lines = ["# Benchmark", "", _roofs(ceilings), "", "| " + " | ".join(header) + " |"]
+    lines += ["|" + "---|" * len(header), *("| " + " | ".join(line) + " |" for line in scores)]
+    if "roofline" in images:
+        lines += ["", f"![roofline]({images['roofline']})"]
+    for operation, group in _by_operation(rows).items():
+        lines += ["", f"## {operation}"]
+        if operation in images:
+            lines += ["", f"![latency of {operation}]({images[operation]})"]
+        lines += ["", "| " + " | ".join(_HEADERS) + " |"]
         lines.append("|" + "---|" * len(_HEADERS))
         for row in group:
             cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in _cells(row)]
@@ -109,15 +160,20 @@ def markdown_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings) -> str:
 def html_report(
     rows: Sequence[BenchmarkRow], ceilings: Ceilings, points: Sequence[RooflinePoint]
 ) -> str:
-    """One page without outside files: speed-up bars per operation, roofline plot, tables."""
+    """One page without outside files: who wins where, roofline, latencies, tables, remedies."""
     best = winners(rows)
-    parts = [f"<p>{html.escape(_roofs(ceilings))}</p>"]
-    if points:
-        parts.append(_image(roofline_plot(points, ceilings), "roofline"))
+    drawn = plots(rows, ceilings, points)
+    parts = [f"<p>{html.escape(_roofs(ceilings))}</p><table>"]
+    for number, line in enumerate(scoreboard(rows)):
+        tag = "td" if number else "th"
+        parts.append("<tr>" + "".join(_cell(text, tag) for text in line) + "</tr>")
+    parts.append("</table>")
+    if "roofline" in drawn:
+        parts.append(_image(drawn["roofline"], "roofline"))
     for operation, group in _by_operation(rows).items():
         parts.append(f"<h2>{html.escape(operation)}</h2>")
-        if any(row.latency_ms for row in group):
-            parts.append(_image(latency_plot(group), f"latency of {operation}"))
+        if operation in drawn:
+            parts.append(_image(drawn[operation], f"latency of {operation}"))
         parts.append("<table><tr>" + "".join(f"<th>{h}</th>" for h in _HEADERS) + "</tr>")
         for row in group:
             won = best.get((row.operation, row.problem)) == row.implementation
@@ -137,6 +193,11 @@ def html_report(
     head = f'<meta charset="utf-8"><title>Benchmark</title><style>{css}</style>'
     body = "\n".join(parts)
     return f"<!doctype html><html><head>{head}</head><body><h1>Benchmark</h1>{body}</body></html>\n"
+
+
+def _cell(text: str, tag: str) -> str:
+    won = ' class="won"' if text.endswith(" *") else ""
+    return f"<{tag}{won}>{html.escape(text)}</{tag}>"
 
 
 def _image(png: bytes, label: str) -> str:

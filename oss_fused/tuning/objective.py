@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,9 +12,6 @@ import torch
 
 from oss_fused.bench.statistics import TimingSummary
 from oss_fused.errors import BackendUnavailableError
-
-# NVML's energy counter advances every 20 to 100 ms
-_ENERGY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -118,30 +114,3 @@ def peak_memory_bytes(fn: Callable[[], Any], device: torch.device) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     del result
     return peak
-
-
-def energy_per_call_mj(fn: Callable[[], Any], device: torch.device) -> float:
-    """Millijoules of one call by NVML's energy counter, from calls that fill half a second.
-
-    Raises:
-        BackendUnavailableError: nvidia-ml-py is missing or the GPU has no such counter.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU") else f"GPU-{uuid}")
-        before = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception as error:  # NVML raises a class per code, ImportError without the package
-        raise BackendUnavailableError(
-            f"objective.energy: NVML's energy counter is not readable ({error}); "
-            "install nvidia-ml-py, or drop the energy objective"
-        ) from error
-    calls, start = 0, time.perf_counter()
-    while time.perf_counter() - start < _ENERGY_SECONDS:
-        for _ in range(20):
-            fn()
-        calls += 20
-        torch.cuda.synchronize(device)
-    return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / calls

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from oss_fused.bench.accuracy import Tolerance, check_accuracy
+from oss_fused.bench.energy import energy_per_call_mj
 from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.errors import ShapeMismatchError, TritonKernelError
@@ -24,7 +25,6 @@ from oss_fused.tuning.device import DeviceDescription, describe
 from oss_fused.tuning.objective import (
     KernelMetrics,
     Objective,
-    energy_per_call_mj,
     peak_memory_bytes,
 )
 from oss_fused.tuning.prune import reason_to_skip

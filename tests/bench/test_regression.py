@@ -20,7 +20,8 @@ from oss_fused.bench.regression import (
 )
 from oss_fused.bench.regression_report import markdown_table, text_table, trend_plot
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "ci_check.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "ci_check.py"
 spec = importlib.util.spec_from_file_location("ci_check", SCRIPT)
 ci_check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ci_check)
@@ -151,6 +152,20 @@ def test_command_exit_codes(tmp_path, capsys):
     assert caught.value.code == 2
 
 
-def test_the_measured_path_has_no_wrong_row():
-    measured = ci_check.measure()
-    assert {r["status"] for r in measured["rows"]} == {"ok"} and len(measured["rows"]) == 6
+def test_this_commit_holds_the_committed_bars(tmp_path, capsys):
+    """What CI runs: the reference path, right, complete and within ten times of its quiet times."""
+    bars = ROOT / "docs" / "results" / "cpu" / "thresholds.json"
+    before = bars.read_text()
+    history, plot = tmp_path / "history.json", tmp_path / "trend.png"
+    args = ["--thresholds", str(bars), "--history", str(history), "--plot", str(plot)]
+    assert ci_check.main(args) == 0, capsys.readouterr().err
+    assert "0 of 6 rows fail" in capsys.readouterr().err
+    assert plot.read_bytes().startswith(b"\x89PNG") and bars.read_text() == before
+
+
+def test_a_loose_default_stays_loose(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text('{"format": 1, "default": 9.0, "rows": {}}')
+    bars = Thresholds(path)
+    bars.adapt(results(row("a", 1.0)))
+    assert bars.rows["a/8x8/oss_fused"]["allowed"] == 9.0

@@ -145,8 +145,11 @@ def test_rows_are_complete_and_consistent(suite):
 def test_text_report_names_winner_and_failure(suite):
     text = suite.generate_report()
     assert "WRONG" in text and "rmsnorm_rope" in text
-    stars = [line for line in text.splitlines() if " * " in line]
+    board, *blocks = text.split("\n\nrmsnorm_rope\n")
+    stars = [line for line in blocks[0].splitlines() if " * " in line]
     assert len(stars) == len(winners(suite.rows)) == 4
+    # who wins where, at a glance: a line a problem, a star a line, what failed in words
+    assert board.count(" *") == 4 and board.count("wrong") == 1
 
 
 def test_reports_are_written(suite, tmp_path):
@@ -154,7 +157,10 @@ def test_reports_are_written(suite, tmp_path):
     assert len(raw["rows"]) == 9
     assert {"timestamp", "commit", "versions"} <= raw["environment"].keys()
     markdown = suite.save_report(tmp_path / "r.md").read_text()
-    assert markdown.count("**") == 8
+    assert markdown.count("**") == 8 and markdown.count("![") == 4
+    for name in ("roofline", "rmsnorm_rope", "gated_mlp", "fp8_gemm"):
+        assert f"(r-{name}.png)" in markdown
+        assert (tmp_path / f"r-{name}.png").read_bytes().startswith(b"\x89PNG")
     page = suite.save_report(tmp_path / "r.html").read_text()
     assert page.count("data:image/png;base64,") == 4
     assert "broken &lt;b&gt;" in page and "broken <b>" not in page
@@ -174,6 +180,33 @@ def test_compiled_baseline_is_one_more_verified_row(monkeypatch):
     rows = suite.benchmark("gated_mlp", [MLP], {"eager": double_silu})
     assert [row.implementation for row in rows] == ["eager", "eager compiled"]
     assert [row.status for row in rows] == ["ok", "ok"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_energy_needs_a_gpu():
+    with pytest.raises(BackendUnavailableError, match="energy=True"):
+        BenchmarkSuite(energy=True)
+
+
+@pytest.mark.gpu
+def test_energy_gives_work_per_joule():
+    suite = BenchmarkSuite(1, 20, energy=True, compile_baseline=False)
+    for row in suite.benchmark_fp8_gemm([(1024, 1024, 1024)])[:2]:
+        watts = row.energy_mj / row.latency_ms
+        assert row.gops_per_watt > 0 and 20 < watts < 3000
+    assert "GOPS/W" in suite.generate_report()
+
+
+def test_unknown_backend_is_named():
+    with pytest.raises(BackendUnavailableError, match="fortran"):
+        BenchmarkSuite(device="cpu", backends=("fortran",)).benchmark_fp8_gemm([(8, 64, 64)])
+
+
+def test_further_backends_get_rows_where_they_run():
+    suite = BenchmarkSuite(1, 20, device="cpu", ceilings=CEILINGS, backends=("torch", "cuda"))
+    rows = suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
+    assert [row.implementation for row in rows] == ["pytorch", "oss_fused", "torch"]
+    assert {row.status for row in rows} == {"ok"}
 
 
 def test_bad_run_counts():
