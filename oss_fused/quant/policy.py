@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Finds the cheapest mix of FP8, W8A16 and bf16 linears that meets an accuracy target.
 
-First each group of fused linears is quantised alone, and the harm to its layer's output is
-measured; groups are ranked by harm avoided per cost. Then nested mixes along that ranking run
-through the whole model side by side with the exact one, a layer at a time, and are compared by
-the mean KL divergence of their next-token distributions on samples calibration has not seen:
-``exp(KL)`` estimates the perplexity factor with far less noise than perplexity itself.
+Groups of fused linears are ranked by the harm they do alone (quant.sensitivity) per weight. Then
+nested mixes along that ranking run through the whole model side by side with the exact one, a layer
+at a time, and are compared by the mean KL divergence of their next-token distributions on samples
+calibration has not seen: ``exp(KL)`` estimates the perplexity factor with far less noise than
+perplexity itself. Experts and the KV cache take part as the plan stores them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,16 @@ from oss_fused.quant.formats import dequantize, fake_quantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.recipe import KEEP, Override
 from oss_fused.quant.runner import LayerRunner
-from oss_fused.quant.scheme import W8A16, QuantizationScheme, siblings
+from oss_fused.quant.scheme import W8A16, QuantizationScheme
+from oss_fused.quant.sensitivity import Harm, Track, measure_harms
 
 # shares of the quantised linears' weights: with 16-bit inputs, and of those unquantised
 LEVELS = (
     (0.0, 0.0), (0.05, 0.0), (0.1, 0.0), (0.15, 0.0), (0.2, 0.0), (0.25, 0.0),
     (0.25, 0.05), (0.25, 0.1), (0.25, 0.15),
 )  # fmt: skip
-# samples for the ranking, of those held out: two layers' worth of forwards each
-_RANKING_SAMPLES = 2
-
-
-@dataclass(frozen=True)
-class Harm:
-    """What quantising one group of fused linears does to its layer's output, squared and relative.
-
-    Attributes:
-        names: the linears.
-        size: their weights' elements.
-        inputs: harm of rounding the input.
-        weights: harm of rounding the weights.
-    """
-
-    names: tuple[str, ...]
-    size: int
-    inputs: float
-    weights: float
+# samples for the ranking, of those held out: their states before every layer are in memory
+_RANKING_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -78,6 +62,7 @@ class PolicySearch:
         schemes: Mapping[str, QuantizationScheme | None],
         samples: Sequence[torch.Tensor],
         device: torch.device,
+        track: Track = lambda layers, _: layers,
     ) -> None:
         """Take the parts.
 
@@ -87,7 +72,10 @@ class PolicySearch:
             schemes: every linear -> its scheme; dynamic or 16-bit inputs.
             samples: held-out token ids, each [T].
             device: of the arithmetic.
+            track: wraps the loops over layers.
         """
+        self.track = track
+        self.harms: list[Harm] = []
         self.source, self.quantised, self.samples = source, quantised, samples
         self.schemes = {
             name: s for name, s in schemes.items() if s is not None and name in quantised
@@ -95,30 +83,12 @@ class PolicySearch:
         self.device = device
         self.total = sum(codes.numel() for codes, _ in quantised.values())
 
-    @torch.no_grad()
     def rank(self) -> list[Harm]:
         """The harm of every group, in model order."""
-        runner = LayerRunner(ModelSkeleton(self.source), self.device)
-        hidden = runner.embed(self.samples[:_RANKING_SAMPLES])
-        harms: list[Harm] = []
-        for index in range(runner.skeleton.layers):
-            layer = runner.load(index)
-            linears = runner.linears(layer, index)
-            exact = [runner.forward(layer, index, x) for x in hidden]
-            groups = {tuple(siblings(n, self.schemes)) for n in linears if n in self.schemes}
-            for names in sorted(groups):
-                kinds = []
-                for inputs, weights in ((True, False), (False, True)):
-                    restore = [self._apply(linears[n], n, inputs, weights) for n in names]
-                    outputs = [runner.forward(layer, index, x) for x in hidden]
-                    for undo in restore:
-                        undo()
-                    kinds.append(_relative(exact, outputs))
-                size = sum(linears[name].weight.numel() for name in names)
-                harms.append(Harm(names, size, *kinds))
-            hidden = exact
-            runner.drop(index)
-        return harms
+        samples = self.samples[:_RANKING_SAMPLES]
+        return measure_harms(
+            self.source, self.quantised, self.schemes, samples, self.device, self.track
+        )
 
     @torch.no_grad()
     def measure(self, mixes: Sequence[Mapping[str, str]]) -> list[float]:
@@ -126,7 +96,7 @@ class PolicySearch:
         runner = LayerRunner(ModelSkeleton(self.source), self.device)
         start = runner.embed(self.samples)
         states = [list(start) for _ in range(len(mixes) + 1)]
-        for index in range(runner.skeleton.layers):
+        for index in self.track(range(runner.skeleton.layers), "Comparing mixes"):
             layer = runner.load(index)
             linears = runner.linears(layer, index)
             for mix, hidden in zip([None, *mixes], states):
@@ -159,18 +129,19 @@ class PolicySearch:
 
     def outcomes(self) -> list[Outcome]:
         """Every level's mix with what it measures, cheapest first."""
-        harms = self.rank()
-        mixes = [self._mix(harms, *level) for level in LEVELS]
+        self.harms = self.rank()
+        mixes = [self._mix(self.harms, *level) for level in LEVELS]
         factors = self.measure(mixes)
         return [self._outcome(mix, factor) for mix, factor in zip(mixes, factors)]
 
     def _mix(self, harms: Sequence[Harm], inputs: float, weights: float) -> dict[str, str]:
         mix = {name: "w8a16" if s == W8A16 else "fp8" for name, s in self.schemes.items()}
-        ranked = sorted(harms, key=lambda harm: -harm.inputs / harm.size)
-        raised = _within(ranked, inputs * self.total)
-        mix |= {name: "w8a16" for harm in raised for name in harm.names}
-        ranked = sorted(raised, key=lambda harm: -harm.weights / harm.size)
+        ranked = sorted(harms, key=lambda harm: -(harm.inputs + harm.weights) / harm.size)
         kept = _within(ranked, weights * self.total)
+        rest = [harm for harm in harms if harm not in kept and harm.inputs]
+        ranked = sorted(rest, key=lambda harm: -harm.inputs / harm.size)
+        raised = _within(ranked, inputs * self.total - sum(harm.size for harm in kept))
+        mix |= {name: "w8a16" for harm in raised for name in harm.names}
         return mix | {name: "bf16" for harm in kept for name in harm.names}
 
     def _outcome(self, mix: Mapping[str, str], factor: float) -> Outcome:
@@ -218,11 +189,6 @@ class PolicySearch:
                 difference = exact - other.log_softmax(-1)
                 divergence[i] += float((exact.exp() * difference).sum()) / tokens
         return [math.exp(value) for value in divergence]
-
-
-def _relative(exact: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    difference = sum(float((a - b).square().sum()) for a, b in zip(exact, other))
-    return difference / max(sum(float(a.square().sum()) for a in exact), 1e-30)
 
 
 def _within(ranked: Sequence[Harm], budget: float) -> list[Harm]:

@@ -17,7 +17,7 @@ from oss_fused.quant.formats import E4M3, FP8Format, amax_to_scale, dequantize, 
 
 # share of H's mean diagonal added to it: inputs that calibration did not show still count
 DAMPING = 0.01
-_BLOCK = 128
+_BLOCK = 32
 # scales tried per row, within the binade below amax / max: an 8-bit float has the same relative
 # step everywhere, so only the phase of the grid against the row's values is left to choose
 _SCALE_STEPS = 8
@@ -148,6 +148,18 @@ def _feedback(
 
     Blocks of rows pass their errors on with one GEMM.
     """
+    # thousands of small operations: threads would wait for each other longer than they work
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _round_rows(rest, scale, factor, fmt)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _round_rows(
+    rest: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, fmt: FP8Format
+) -> torch.Tensor:
     columns, rows = rest.shape
     codes = torch.empty(columns, rows, dtype=fmt.dtype, device=rest.device)
     flat, inverse_scale = scale.squeeze(-1), scale.reciprocal().squeeze(-1)
