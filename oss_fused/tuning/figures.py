@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from oss_fused.bench.accuracy import check_accuracy
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.measure import host_overhead_us, time_calls, warm_up
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
-from oss_fused.bench.suite import BenchmarkSuite
+from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
+from oss_fused.bench.summary import merge_summary
 from oss_fused.functional import fused_rmsnorm_rope
 from oss_fused.kernels.registry import default_backend, get_kernel
 from oss_fused.specs import RMSNormRoPEInput
@@ -26,31 +26,35 @@ from oss_fused.tuning.space import Config
 from oss_fused.tuning.targets import MatmulProblem, get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
 
+# the measured table of a page stands between these lines
+MARKS = ("<!-- measured -->", "<!-- end of measured -->")
+
 
 def norm_figures(
-    device: torch.device, seq_len: int, hidden_dims: Sequence[int], compiled: bool
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Smallest bandwidth share and speed-ups of ``fused_rmsnorm_rope``, with the suite's rows."""
-    suite = BenchmarkSuite(device=device, compile_baseline=compiled)
+    suite: BenchmarkSuite, seq_len: int, hidden_dims: Sequence[int]
+) -> dict[str, float]:
+    """Smallest bandwidth share and speed-ups of ``fused_rmsnorm_rope``; the rows stay in ``suite``.
+
+    Raises:
+        RuntimeError: our row or PyTorch's has no time. Another backend's row may say that it failed.
+    """
     rows = suite.benchmark_rmsnorm_rope((1,), (seq_len,), hidden_dims)
-    bad = [row for row in rows if row.latency_ms is None]
-    if bad:
-        raise RuntimeError(f"{bad[0].name}: {bad[0].status}: {bad[0].message}")
-    by_problem: dict[str, dict[str, float]] = {}
+    by_problem: dict[str, dict[str, BenchmarkRow]] = {}
     for row in rows:
-        by_problem.setdefault(row.problem, {})[row.implementation] = row.latency_ms or 0.0
-    ours = [row for row in rows if row.implementation == "oss_fused"]
-    found = {
-        "library.rmsnorm_rope.bandwidth_min": min(r.bandwidth_utilization or 0.0 for r in ours),
-        "library.rmsnorm_rope.speedup_eager_min": min(
-            times["pytorch"] / times["oss_fused"] for times in by_problem.values()
-        ),
-    }
-    if compiled:
-        found["library.rmsnorm_rope.speedup_compile_min"] = min(
-            times["pytorch compiled"] / times["oss_fused"] for times in by_problem.values()
-        )
-    return found, suite.results()
+        by_problem.setdefault(row.problem, {})[row.implementation] = row
+    ours = [found["oss_fused"] for found in by_problem.values()]
+    rivals = {"speedup_eager_min": "pytorch", "speedup_compile_min": "pytorch compiled"}
+    figures = {}
+    for figure, rival in rivals.items():
+        theirs = [found[rival] for found in by_problem.values() if rival in found]
+        bad = [row for row in (*ours, *theirs) if row.latency_ms is None]
+        if bad:
+            raise RuntimeError(f"{bad[0].name}: {bad[0].status}: {bad[0].message}")
+        if theirs:
+            ratios = [(b.latency_ms or 0) / (a.latency_ms or 1) for a, b in zip(ours, theirs)]
+            figures[f"library.rmsnorm_rope.{figure}"] = min(ratios)
+    shares = [row.bandwidth_utilization or 0.0 for row in ours]
+    return {"library.rmsnorm_rope.bandwidth_min": min(shares), **figures}
 
 
 def matmul_steps(
@@ -138,14 +142,34 @@ def door_overhead(device: torch.device) -> dict[str, float]:
     return {"library.door_overhead_us": door - raw}
 
 
-def write_figures(folder: Path, figures: dict[str, float], detail: dict[str, Any]) -> None:
+def chapter_table(times: Mapping[str, float], size: int, device: str) -> str:
+    """The measured table of docs/matmul-in-steps.md."""
+    lines = [f"{device}, {size}^2 bfloat16, median:", "", "| step | ms | TFLOP/s | of cuBLAS |"]
+    lines.append("|---|---|---|---|")
+    for name, ms in times.items():
+        base = times["cublas+bias+silu" if name in ("v4", "cublas+bias+silu") else "cublas"]
+        tflops = 2 * size**3 / (ms * 1e-3) / 1e12
+        lines.append(f"| {name} | {ms:.3f} | {tflops:.1f} | {base / ms:.0%} |")
+    return "\n".join(lines)
+
+
+def write_chapter(path: Path, table: str) -> None:
+    """Put ``table`` between the marks of the page, in place of the last one.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    text = path.read_text()
+    start, end = text.find(MARKS[0]), text.find(MARKS[1])
+    if start < 0 or end < start:
+        raise ValueError(f"{path}: expected the lines {MARKS[0]} and {MARKS[1]}")
+    path.write_text(f"{text[:start]}{MARKS[0]}\n{table}\n{text[end:]}")
+
+
+def write_figures(folder: Path, figures: Mapping[str, float], detail: Mapping[str, Any]) -> None:
     """Write ``library.json`` with everything, and merge the figures into ``summary.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {"environment": fingerprint(), "figures": figures, **detail}
     (folder / "library.json").write_text(json.dumps(document, indent=1) + "\n")
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    summary |= {name: {"value": value, "file": "library.json"} for name, value in figures.items()}
-    temporary = path.with_name(f".summary.{os.getpid()}")
-    temporary.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
-    os.replace(temporary, path)
+    found = {name: {"value": value, "file": "library.json"} for name, value in figures.items()}
+    merge_summary(folder / "summary.json", found)

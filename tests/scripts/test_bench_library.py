@@ -19,7 +19,16 @@ spec.loader.exec_module(bench_library)
 def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
     (tmp_path / "summary.json").write_text('{"serving.tokens": 5}')
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
-    assert bench_library.main([*args, "--parts", "norm", "matmul", "door"]) == 0
+    chapter = tmp_path / "page.md"
+    chapter.write_text("before\n<!-- measured -->\nold\n<!-- end of measured -->\nafter\n")
+    args += ["--chapter", str(chapter), "--parts", "norm", "suite", "matmul", "door"]
+    assert bench_library.main(args) == 0
+    page = chapter.read_text()
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert "| v3 |" in page and "| cublas+bias+silu |" in page
+    suite = json.loads((tmp_path / "library-suite.json").read_text())
+    assert {row["operation"] for row in suite["rows"]} == {"rmsnorm_rope", "gated_mlp", "fp8_gemm"}
+    assert "![roofline](library-suite-roofline.png)" in (tmp_path / "library-suite.md").read_text()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("serving.tokens") == 5
     assert {
@@ -38,10 +47,18 @@ def test_a_wrong_kernel_is_an_error_and_keeps_what_was_measured(tmp_path, device
     from oss_fused.kernels.triton import tutorial_matmul
 
     monkeypatch.setattr(tutorial_matmul, "matmul_v0", lambda a, b: a @ b * 1.1)
-    monkeypatch.setattr(bench_library, "norm_figures", lambda *a: ({"library.x": 1.0}, {}))
+    monkeypatch.setattr(bench_library, "norm_figures", lambda *a: {"library.x": 1.0})
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
     assert bench_library.main([*args, "--parts", "norm", "matmul"]) == 1
     assert list(json.loads((tmp_path / "summary.json").read_text())) == ["library.x"]
+
+
+def test_a_page_without_marks_is_bad_input(tmp_path, device, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("no marks\n")
+    args = ["--device", device.type, "--rehearse", "--output", str(tmp_path), "--parts", "matmul"]
+    assert bench_library.main([*args, "--chapter", str(page)]) == 2
+    assert "<!-- measured -->" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
