@@ -6,6 +6,7 @@
     python scripts/tune.py fp8_gemm --sizes 1024x4096x4096 --memory 0.5
     python scripts/tune.py gated_mlp --sizes 64x2048x5632       # rows, hidden, intermediate
     python scripts/tune.py rmsnorm_rope --sizes 1x8192x4096x64  # batch, sequence, hidden, head
+    python scripts/tune.py tiles --sizes 1x5120x2880 1024x5120x2880  # the FP8 GEMM's tile table
     python scripts/tune.py simulate --device low_bw --sizes 4096x4096x4096
     python scripts/tune.py --list
     python scripts/tune.py --merge other-machine.json
@@ -48,7 +49,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target", nargs="?", choices=(*TARGETS, "simulate"), help="what to tune")
+    parser.add_argument(
+        "target", nargs="?", choices=(*TARGETS, "tiles", "simulate"), help="what to tune"
+    )
     parser.add_argument("--sizes", nargs="+", type=sizes, metavar="MxNxK", help="problem sizes")
     parser.add_argument("--device", default="cuda:0", help="GPU; for simulate a description")
     parser.add_argument("--cache", type=Path, help="cache file (default: the user's)")
@@ -59,6 +62,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.0, help="weight of peak memory")
     parser.add_argument("--energy", type=float, default=0.0, help="weight of NVML energy")
     parser.add_argument("--output", type=Path, help="JSON of configs, metrics and gains")
+    parser.add_argument(
+        "--table", type=Path, help="for tiles: table to update (default: this device's own)"
+    )
     parser.add_argument("--list", action="store_true", help="print what the cache holds")
     parser.add_argument("--merge", type=Path, help="take over new and better entries of a file")
     args = parser.parse_args(argv)
@@ -111,6 +117,28 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
     )
 
 
+def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, Any]]:
+    """Tune the kernels of the FP8 GEMM for every size and update the tile table."""
+    import torch
+
+    from oss_fused.kernels import tiles
+    from oss_fused.tuning import tile_table
+
+    if any(len(size) != 3 for size in args.sizes):
+        raise ValueError("--sizes: tiles expects MxNxK")
+    device = torch.device(args.device)
+    path = args.table or tiles.table_path(torch.cuda.get_device_name(device))
+    tuner = tile_table.gpu_tuner(device, cache, force=args.force, exhaustive=args.exhaustive)
+    entries = tile_table.tune_table(
+        tuner,
+        args.sizes,
+        lambda bucket, n, k: tile_table.gpu_launch(bucket, n, k, device),
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    tile_table.write_table(path, "fp8_gemm", entries)
+    return [{"key": key, "config": entry} for key, entry in entries.items()]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = parse(argv)
@@ -121,7 +149,9 @@ def main(argv: list[str] | None = None) -> int:
             if not args.merge.is_file():
                 raise ValueError(f"--merge {args.merge}: no such file")
             print(f"{cache.merge(args.merge)} entries taken into {cache.path}", file=sys.stderr)
-        for size in args.sizes or []:
+        if args.target == "tiles":
+            found = tune_tiles(args, cache)
+        for size in (args.sizes or []) if args.target != "tiles" else []:
             result = tune(args, size)
             print(result.summary(), file=sys.stderr)
             found.append(

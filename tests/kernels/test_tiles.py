@@ -26,7 +26,7 @@ def test_unknown_device_and_shape_follow_the_rule():
 
 
 def test_h200_table_fits_the_launchers():
-    from oss_fused.kernels.triton.gemm import _KERNELS
+    from oss_fused.kernels.triton.gemm import KERNELS
 
     table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
     assert table
@@ -35,5 +35,5 @@ def test_h200_table_fits_the_launchers():
         bucket, _, k = (int(part) for part in shape.split("x"))
         assert bucket in tiles.ROW_BUCKETS and k % 16 == 0
         config = dict(config)
-        known = inspect.signature(_KERNELS[config.pop("kernel")]).parameters
+        known = inspect.signature(KERNELS[config.pop("kernel")]).parameters
         assert set(config) <= set(known), shape

@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 
 # a kernel is compiled once per bucket; the number of rows inside one is a run-time argument
 ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+
+# kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
+GLUON_KERNELS = ("stream", "specialized")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -30,8 +33,13 @@ def row_bucket(rows: int) -> int:
 @functools.cache
 def load_table(device_name: str) -> dict[str, dict[str, dict[str, Any]]]:
     """The table of a device by its name, e.g. "NVIDIA H200"; empty if there is none."""
-    file = resources.files(__name__) / f"{re.sub(r'[^a-z0-9]+', '_', device_name.lower())}.json"
+    file = table_path(device_name)
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def table_path(device_name: str) -> Path:
+    """Where the table of a device belongs, whether it exists or not."""
+    return Path(__file__).parent / f"{re.sub(r'[^a-z0-9]+', '_', device_name.lower())}.json"
 
 
 @functools.cache
@@ -45,14 +53,21 @@ def lookup(device: torch.device, operation: str, key: str) -> dict[str, Any] | N
     return load_table(_device_name(device)).get(operation, {}).get(key)
 
 
-def gemm_tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
-    """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K]."""
+def gemm_tile(device: torch.device, m: int, n: int, k: int, gluon: bool = False) -> dict[str, Any]:
+    """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K].
+
+    ``gluon`` says whether kernels in Gluon run there; if not, the rule replaces a table's entry
+    that names one.
+    """
     bucket = row_bucket(m)
-    return lookup(device, "fp8_gemm", f"{bucket}x{n}x{k}") or gemm_rule(bucket, n, k)
+    known = lookup(device, "fp8_gemm", f"{bucket}x{n}x{k}")
+    if known is not None and (gluon or known["kernel"] not in GLUON_KERNELS):
+        return known
+    return gemm_rule(bucket, n, k, gluon)
 
 
 @functools.cache
-def gemm_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
+def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any]:
     """The tile of a shape that no table has; measured best on average over an H200's shapes."""
     if k % 16:
         return {"kernel": "tile"}

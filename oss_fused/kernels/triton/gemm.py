@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from oss_fused.kernels.triton.gemm_gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.triton.gemm_large import gemm_large
 from oss_fused.kernels.triton.gemm_swap import gemm_swap
 from oss_fused.kernels.triton.gemm_tile import gemm_tile
+from oss_fused.kernels.triton.launch import runs_gluon
 from oss_fused.kernels.triton.quantize import quantize_fp8
 from oss_fused.kernels.validation import (
     FLOAT_DTYPES,
@@ -24,7 +27,7 @@ from oss_fused.kernels.validation import (
     check_scale,
 )
 
-_KERNELS: dict[str, Callable[..., None]] = {
+KERNELS: dict[str, Callable[..., None]] = {
     "gemv": gemm_gemv,
     "swap": gemm_swap,
     "large": gemm_large,
@@ -35,6 +38,21 @@ _KERNELS: dict[str, Callable[..., None]] = {
 # where K is a multiple of the block: the prologue repeats in every CTA
 FUSED_ROWS = 2
 FUSED_OUTPUTS = 8192
+
+
+@functools.cache
+def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
+    """The kernels that can run on ``device`` by their names in the tile tables."""
+    if not runs_gluon(device):
+        return KERNELS
+    from oss_fused.kernels.triton.gemm_specialized import gemm_specialized
+    from oss_fused.kernels.triton.gemm_stream import gemm_stream
+
+    return {**KERNELS, "stream": gemm_stream, "specialized": gemm_specialized}
+
+
+def _tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
+    return dict(tiles.gemm_tile(device, m, n, k, runs_gluon(device)))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
@@ -69,8 +87,8 @@ def fp8_gemm(
     if out.numel() == 0:
         return out
     a, b = as_rows(a), as_rows(b)
-    config = dict(tiles.gemm_tile(a.device, a.shape[0], b.shape[0], a.shape[1]))
-    kernel = _KERNELS[config.pop("kernel")]
+    config = _tile(a.device, a.shape[0], b.shape[0], a.shape[1])
+    kernel = kernels(a.device)[config.pop("kernel")]
     if kernel is not gemm_tile and not (_aligned(a) and _aligned(b)):
         kernel, config = gemm_tile, {}
     kernel(a, b, a_scale, b_scale, bias, out, **config)
@@ -93,7 +111,7 @@ def fp8_linear(
     check_scale("weight_scale", weight_scale, n)
     rows = as_rows(x)
     if input_scale is None and _fusible(rows, weight):
-        config = dict(tiles.gemm_tile(x.device, rows.shape[0], n, k))
+        config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
             gemv_linear(rows, weight, weight_scale, bias, out, **config)

@@ -229,6 +229,14 @@ def _gemv_kernel(
         other=0,
         eviction_policy="evict_first",
     )
+    in_n = offs_n < n
+    # everything that the epilogue needs arrives while the weights do
+    if B_ROWS:
+        channel = tl.load(b_scale + offs_n, mask=in_n, other=0.0)[None, :]
+    else:
+        channel = tl.load(b_scale)
+    if bias is not None:
+        shift = tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs()
     offs_x = tl.arange(0, BLOCK_W * X_WORDS)
     if QUANTIZE:
@@ -237,8 +245,12 @@ def _gemv_kernel(
             x_mask = (start + offs_x < k_words * 2)[None, :]
             pairs = tl.load(rows_a + start + offs_x[None, :], mask=x_mask, other=0)
             bits = tl.maximum(bits, _amax_bits(pairs, BF16))
-        token_scale = scale_of_amax(bits)
-        inv = tl.div_rn(1.0, token_scale)[:, None, None, None]
+        token_scale = scale_of_amax(bits)[:, None]
+        inv = tl.div_rn(1.0, token_scale)[:, :, None, None]
+    elif A_ROWS:
+        token_scale = tl.load(a_scale + tl.minimum(offs_m, m - 1))[:, None]
+    else:
+        token_scale = tl.load(a_scale)
     acc = tl.zeros([ROWS_M, ROWS_N, GROUPS], tl.float32)
     words = first
     for start in range(0, k_words, BLOCK_W):
@@ -258,20 +270,10 @@ def _gemv_kernel(
         else:
             acc += _dot_codes(x, current)
     total = tl.sum(acc, 2) * 64.0
-
-    if QUANTIZE:
-        total *= token_scale[:, None]
-    elif A_ROWS:
-        total *= tl.load(a_scale + tl.minimum(offs_m, m - 1))[:, None]
-    else:
-        total *= tl.load(a_scale)
-    in_n = offs_n < n
-    if B_ROWS:
-        total *= tl.load(b_scale + offs_n, mask=in_n, other=0.0)[None, :]
-    else:
-        total *= tl.load(b_scale)
+    total *= token_scale
+    total *= channel
     if bias is not None:
-        total += tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        total += shift
     tl.store(
         out + offs_m[:, None] * n + offs_n[None, :],
         round_to(total, out.dtype.element_ty),

@@ -41,23 +41,28 @@ def _gemm_swap_kernel(
     offs_m = first_m + tl.arange(0, BLOCK_M)
     in_n = offs_n < n
     in_m = offs_m < m
+    # everything that the epilogue needs arrives while the weights do
+    if B_ROWS:
+        channel = tl.load(b_scale + offs_n, mask=in_n, other=0.0)[:, None]
+    else:
+        channel = tl.load(b_scale)
+    if bias is not None:
+        shift = tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     wait_for_inputs()
+    if A_ROWS:
+        token = tl.load(a_scale + offs_m, mask=in_m, other=0.0)[None, :]
+    else:
+        token = tl.load(a_scale)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, k, BLOCK_K):
         w = b_desc.load([first_n, start])
         x = a_desc.load([first_m, start])
         acc = dot_fp8(w, x.T, acc)
 
-    if A_ROWS:
-        acc *= tl.load(a_scale + offs_m, mask=in_m, other=0.0)[None, :]
-    else:
-        acc *= tl.load(a_scale)
-    if B_ROWS:
-        acc *= tl.load(b_scale + offs_n, mask=in_n, other=0.0)[:, None]
-    else:
-        acc *= tl.load(b_scale)
+    acc *= token
+    acc *= channel
     if bias is not None:
-        acc += tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        acc += shift
     tl.store(
         out + offs_m.to(tl.int64)[None, :] * n + offs_n[:, None],
         round_to(acc, out.dtype.element_ty),

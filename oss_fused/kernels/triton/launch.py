@@ -40,6 +40,21 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
 
 
 @functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon run on ``device``: Hopper, and a Triton that has Gluon."""
+    if device.type != "cuda" or INTERPRETED.value:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        from oss_fused.kernels.triton import warp_pipeline  # noqa: F401
+    except (ImportError, AttributeError):
+        # Gluon is experimental: another Triton may lack it, or a name that we use
+        return False
+    return True
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; a few for the interpreter."""
     if device.type != "cuda":

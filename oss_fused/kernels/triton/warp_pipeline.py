@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""Parts of persistent, warp-specialised products in Gluon: one warp loads, others multiply.
+
+A ring of shared-memory buffers lies between them. A consumer (four warps) owns ROWS rows of a
+tile; all share the tile's columns, which come from one weight or, as two halves, from two. The
+consumers run apart by as much as the ring allows, so that one stores its result while the tensor
+cores work for the other, and the loading warp is ahead of both.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from oss_fused.kernels.triton.launch import wait_for_inputs
+
+# Triton 3.9 renamed it
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor of boxes [rows, columns] of ``tensor`` [M, K], a box's row being 128 bytes."""
+    layout = gl.NVMMASharedLayout(128, tensor.element_size() * 8)
+    shape, strides = list(tensor.shape), [tensor.stride(0), 1]
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+
+
+@gluon.jit
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    """The ring's slot behind ``slot``; the phase of its barriers flips at the ring's end."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def free_previous(empty, slot, STAGES: gl.constexpr, pred):
+    """Hand the slot before ``slot`` back to the loading warp.
+
+    Computed, not remembered: Triton 3.6 drops a loop-carried copy of another carried variable.
+    """
+    previous = gl.where(slot == 0, STAGES - 1, slot - 1)
+    mbarrier.arrive(empty.index(previous), count=1, pred=pred)
+
+
+@gluon.jit
+def tile_of(index, blocks_m, blocks_n, GROUP_M: gl.constexpr):
+    """Row and column block: GROUP_M row blocks at a time, so that their operands stay in L2."""
+    group = index // (GROUP_M * blocks_n)
+    inside = index % (GROUP_M * blocks_n)
+    size = gl.minimum(blocks_m - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + inside % size, inside // size
+
+
+@gluon.jit
+def make_ring(a_desc, b_desc, c_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Buffers and barriers: (rows, columns, more columns or None, full, empty)."""
+    ROWS: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
+    rows = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], a_desc.layout
+    )
+    columns = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    more = columns
+    if c_desc is not None:
+        BLOCK_C: gl.constexpr = c_desc.block_type.shape[0]
+        more = gl.allocate_shared_memory(c_desc.dtype, [STAGES, BLOCK_C, BLOCK_K], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return rows, columns, more, full, empty
+
+
+@gluon.jit
+def load_tiles(
+    a_desc,
+    b_desc,
+    c_desc,
+    ring,
+    blocks_m,
+    blocks_n,
+    k,
+    STEP_N: gl.constexpr,
+    OFFSET: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """The loading warp: every K block of every tile of this CTA, as soon as a slot is free."""
+    rows, columns, more, full, empty = ring
+    STAGES: gl.constexpr = columns.type.shape[0]
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
+    ROWS: gl.constexpr = rows.type.shape[1]
+    BLOCK_K: gl.constexpr = rows.type.shape[2]
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    wait_for_inputs()
+    for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
+        block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
+        first_m = block_m * CONSUMERS * ROWS
+        first_n = block_n * STEP_N
+        for start in range(0, k, BLOCK_K):
+            mbarrier.wait(empty.index(slot), phase)
+            ready = full.index(slot)
+            if c_desc is None:
+                mbarrier.expect(
+                    ready, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+                )
+            else:
+                mbarrier.expect(
+                    ready,
+                    CONSUMERS * a_desc.block_type.nbytes
+                    + b_desc.block_type.nbytes
+                    + c_desc.block_type.nbytes,
+                )
+                copy_box(c_desc, [first_n + OFFSET, start], ready, more.index(slot))
+            copy_box(b_desc, [first_n, start], ready, columns.index(slot))
+            for part in gl.static_range(CONSUMERS):
+                copy_box(
+                    a_desc,
+                    [first_m + part * ROWS, start],
+                    ready,
+                    rows.index(slot * CONSUMERS + part),
+                )
+            slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr):
+    """Sums of one tile over all of K: (columns, more columns or the same, slot, phase)."""
+    rows, columns, more, full, empty = ring
+    STAGES: gl.constexpr = columns.type.shape[0]
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
+    ROWS: gl.constexpr = rows.type.shape[1]
+    BLOCK_N: gl.constexpr = columns.type.shape[1]
+    BLOCK_C: gl.constexpr = more.type.shape[1]
+    BLOCK_K: gl.constexpr = rows.type.shape[2]
+    DEPTH: gl.constexpr = 256 // rows.dtype.primitive_bitwidth
+    first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
+    second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_C, DEPTH])
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=first)
+    if SECOND:
+        other = gl.zeros([ROWS, BLOCK_C], gl.float32, layout=second)
+    for start in range(0, k, BLOCK_K):
+        mbarrier.wait(full.index(slot), phase)
+        a = rows.index(slot * CONSUMERS + PART)
+        acc = warpgroup_mma(a, columns.index(slot).permute((1, 0)), acc, is_async=True)
+        if SECOND:
+            other = warpgroup_mma(a, more.index(slot).permute((1, 0)), other, is_async=True)
+            acc, other = warpgroup_mma_wait(2, deps=[acc, other])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        free_previous(empty, slot, STAGES, start > 0)
+        slot, phase = next_slot(slot, phase, STAGES)
+    if SECOND:
+        acc, other = warpgroup_mma_wait(0, deps=[acc, other])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        other = acc
+    free_previous(empty, slot, STAGES, True)
+    return acc, other, slot, phase
+
+
+@gluon.constexpr_function
+def stored_layout(rows, columns):
+    """Eight columns a thread and 32 in four threads: 16-byte stores after an exchange in a warp."""
+    registers = [[0, 1], [0, 2], [0, 4]]
+    registers += [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    registers += [[8, 0]] + [[1 << bit, 0] for bit in range(6, rows.bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+
+
+@gluon.jit
+def store_tile(acc, out, first_m, first_n, m, n):
+    """Round ``acc`` to out's dtype and write what lies inside out [m, n]."""
+    ROWS: gl.constexpr = acc.type.shape[0]
+    BLOCK_N: gl.constexpr = acc.type.shape[1]
+    layout: gl.constexpr = stored_layout(ROWS, BLOCK_N)
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), layout)
+    offs_m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    gl.store(
+        out + offs_m.to(gl.int64)[:, None] * n + offs_n[None, :],
+        result,
+        mask=(offs_m < m)[:, None] & (offs_n < n)[None, :],
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: MIT
+"""The tile table's tuner against a device that exists only as a function of the tile."""
+
+import json
+
+import pytest
+import torch
+
+from oss_fused.errors import TritonKernelError
+from oss_fused.kernels import tiles
+from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.tile_table import FAMILIES, TableTuner, tune_table, write_table
+
+CPU = torch.device("cpu")
+NAMES = frozenset(family.kernel for family in FAMILIES)
+
+
+class Device:
+    """Prices a call, and refuses what ``price`` has no answer for."""
+
+    def __init__(self, price, tmp_path, names=NAMES):
+        self.price, self.now, self.calls = price, 0.0, []
+        self.tuner = TableTuner(CPU, names, TuningCache(tmp_path / "cache.json"), self.timer)
+
+    def launch(self, kernel, config):
+        self.calls.append((kernel, config))
+        milliseconds = self.price(kernel, config)
+        if milliseconds is None:
+            raise RuntimeError("out of resource: shared memory")
+        self.now = milliseconds
+
+    def timer(self, call, repeats, device):
+        call()
+        return [self.now] * repeats
+
+
+def stream_is_best(kernel, config):
+    if kernel != "stream":
+        return 9.0
+    return {64: 5.0, 128: 7.0}[config["block_n"]] + abs(config["block_k"] - 256) / 1000
+
+
+def test_the_fastest_family_and_tile_become_the_entry(tmp_path):
+    device = Device(stream_is_best, tmp_path)
+    entry = device.tuner.entry(16, 999, 1600, device.launch)
+    assert entry["kernel"] == "stream" and entry["block_m"] == 16
+    assert (entry["block_n"], entry["block_k"]) == (64, 256)
+
+
+def test_nothing_where_the_rule_is_as_good(tmp_path):
+    device = Device(lambda kernel, config: 3.0, tmp_path)
+    assert device.tuner.entry(1024, 4096, 4096, device.launch) is None
+
+
+def test_a_kernel_that_cannot_run_is_no_entry(tmp_path):
+    portable = NAMES - set(tiles.GLUON_KERNELS)
+    device = Device(stream_is_best, tmp_path, portable)
+    assert device.tuner.entry(16, 999, 1600, device.launch) is None
+    assert {kernel for kernel, _ in device.calls} == {"swap"}
+
+
+def test_a_rule_that_does_not_run_is_an_error(tmp_path):
+    def price(kernel, config):
+        return 4.0 if config.get("num_stages") == 3 else None
+
+    device = Device(price, tmp_path, frozenset({"swap"}))
+    with pytest.raises(TritonKernelError, match="rule="):
+        # the rule's tile is deeper than this device's memory
+        device.tuner.entry(64, 4096, 4096, device.launch)
+
+
+def test_the_cache_answers_the_second_time(tmp_path):
+    device = Device(stream_is_best, tmp_path)
+    first = device.tuner.entry(32, 4096, 4096, device.launch)
+    measured = len(device.calls)
+    assert device.tuner.entry(32, 4096, 4096, device.launch) == first
+    # the rule's own choice is timed again, nothing else
+    assert len(device.calls) - measured <= 2
+
+
+def test_table_is_merged_sorted_and_read_back(tmp_path, monkeypatch):
+    path = tmp_path / "nvidia_test.json"
+    write_table(path, "other", {"64x32": {"ctas": 2}})
+    write_table(path, "fp8_gemm", {"64x10x16": {"kernel": "swap"}, "4x10x16": {"kernel": "gemv"}})
+    lines = []
+    device = Device(stream_is_best, tmp_path)
+    entries = tune_table(
+        device.tuner, [(9, 10, 16), (11, 10, 16)], lambda *_: device.launch, lines.append
+    )
+    assert list(entries) == ["16x10x16"] and len(lines) == 1
+    write_table(path, "fp8_gemm", {**entries, "64x10x16": None})
+    table = json.loads(path.read_text())
+    assert list(table["fp8_gemm"]) == ["4x10x16", "16x10x16"]
+    assert table["other"] == {"64x32": {"ctas": 2}}
+    monkeypatch.setattr(tiles, "table_path", lambda name: path)
+    assert tiles.load_table("NVIDIA Test")["fp8_gemm"]["16x10x16"]["kernel"] == "stream"
