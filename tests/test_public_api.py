@@ -116,7 +116,7 @@ def examples(page):
 
 BLOCKS = [
     pytest.param(page, start, code, id=f"{page.name}:{start}")
-    for page in (DOCS / "operators.md", DOCS / "tuning.md", DOCS / "matmul-in-steps.md")
+    for page in (DOCS / f"{n}.md" for n in ("operators", "tuning", "matmul-in-steps", "measuring"))
     for start, code in examples(page)
 ]
 

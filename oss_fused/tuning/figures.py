@@ -36,7 +36,7 @@ def norm_figures(
     """Smallest bandwidth share and speed-ups of ``fused_rmsnorm_rope``; the rows stay in ``suite``.
 
     Raises:
-        RuntimeError: our row or PyTorch's has no time. Another backend's row may say that it failed.
+        RuntimeError: our row or PyTorch's has no time. Another backend's row may fail.
     """
     rows = suite.benchmark_rmsnorm_rope((1,), (seq_len,), hidden_dims)
     by_problem: dict[str, dict[str, BenchmarkRow]] = {}

@@ -13,6 +13,7 @@ import torch
 from oss_fused.bench.accuracy import check_accuracy
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.triton import tutorial_matmul as steps
+from oss_fused.kernels.triton.tutorial_add import add
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.result import Status
@@ -43,6 +44,18 @@ def test_every_step_is_the_product(function, shape, dtype, device):
     for layout in (b, b.contiguous()):
         result = check_accuracy(function(a, layout).cpu(), (a.double() @ b.double()).cpu())
         assert result.passed, result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_first_example_adds(dtype, device):
+    a, b = (torch.randn(1500, dtype=dtype, device=device) for _ in range(2))
+    assert torch.equal(add(a, b, BLOCK_SIZE=256), a + b)
+    assert torch.equal(add(a[::2], b[::2]), a[::2] + b[::2])
+    assert add(a[:0], b[:0]).numel() == 0
+    with pytest.raises(ShapeMismatchError, match=r"b\.shape=\(1499,\)"):
+        add(a, b[1:])
+    with pytest.raises(UnsupportedDtypeError, match=r"b\.dtype"):
+        add(a, b.half())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
