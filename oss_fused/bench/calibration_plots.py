@@ -126,7 +126,8 @@ def _weights(linears: Sequence[LinearRecord]) -> bytes:
         assert histogram is not None
         edges = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
         _with_cdf(axis, edges, np.array(histogram.counts), _COLOURS[4], log=True)
-        axis.set_title(f"{linear.name.removeprefix('model.')}", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(nbins=5)
+        axis.set_title(linear.name.removeprefix("model."), fontsize=8)
     for axis in axes[len(shown) :]:
         axis.axis("off")
     return _png(figure)
@@ -152,6 +153,7 @@ def _experts(record: CalibrationRecord) -> bytes:
     figure, (axis,) = _figure(7, 0.8 + 0.35 * len(known))
     image = axis.imshow(table, aspect="auto", cmap="Blues", vmin=0)
     axis.set_yticks(range(len(known)), [str(x.layer) for x in known])
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("expert")
     axis.set_ylabel("layer")
     figure.colorbar(image, ax=axis, label="% of routed tokens")
