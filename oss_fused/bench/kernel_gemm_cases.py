@@ -103,29 +103,37 @@ def _compiled_mlp(x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _gated_mlp(rows: int, intermediate: int, hidden: int) -> Prepared:
+def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> Prepared:
+    """Quantisation, both projections and activation; few rows with weights rotated beyond L2."""
     x = bf16(rows, hidden)
-    weight = bf16(2 * intermediate, hidden) / hidden**0.5
-    gate_up, scale = ops.quantize_fp8(weight, None, "channel")
-    halves = (*gate_up.chunk(2), *scale.chunk(2))
-    ours = functools.partial(ops.gated_mlp, x, *halves, "silu", "gate")
+    copies = copies_for(2 * intermediate * hidden) if rows <= 64 else 1
+    dense = [bf16(2 * intermediate, hidden) / hidden**0.5 for _ in range(copies)]
+    none = torch.empty(0, device="cuda")
+    codes = [ops.quantize_fp8(w, None, "channel") if fp8 else (w, none) for w in dense]
+    if rows > 64:
+        dense, codes = dense * _REPEATS, codes * _REPEATS
 
-    def vllm() -> torch.Tensor:
+    def ours(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        scales = scale.chunk(2) if fp8 else (None, None)
+        return ops.gated_mlp(x, *gate_up.chunk(2), *scales, "silu", "gate")
+
+    def vllm(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         q, token = stock.quantize_token(x)
         return stock.silu_and_mul(stock.scaled_mm(q, gate_up, token, scale))
 
     def error() -> float:
-        want = get_kernel("torch", "gated_mlp")(x[:256], *halves, "silu", "gate")
-        return relative_error(ours()[:256], want)
+        gate_up, scale = codes[0]
+        scales = scale.chunk(2) if fp8 else (None, None)
+        want = get_kernel("torch", "gated_mlp")(x[:256], *gate_up.chunk(2), *scales, "silu", "gate")
+        return relative_error(ours(gate_up, scale)[:256], want)
 
+    baselines: dict[str, list[Callable[[], Any]]] = {
+        "compiled_bf16": [functools.partial(_compiled_mlp, x, w) for w in dense]
+    }
+    if fp8:
+        baselines["vllm_fp8"] = [functools.partial(vllm, b, s) for b, s in codes]
     return Prepared(
-        [ours] * _REPEATS,
-        {
-            "vllm_fp8": [vllm] * _REPEATS,
-            "compiled_bf16": [functools.partial(_compiled_mlp, x, weight)] * _REPEATS,
-        },
-        error,
-        GEMM_TOLERANCE,
+        [functools.partial(ours, b, s) for b, s in codes], baselines, error, GEMM_TOLERANCE
     )
 
 
@@ -189,13 +197,11 @@ def gemm_cases() -> Iterator[Case]:
                 functools.partial(_linear, m, n, k),
             )
     for hidden, intermediate in ((2048, 5632), (4096, 11264), (4096, 14336), (8192, 22528)):
-        yield Case(
-            "gated_mlp",
-            {"rows": 8192, "hidden": hidden, "intermediate": intermediate},
-            2 * intermediate * hidden + 8192 * 2 * (hidden + intermediate),
-            4 * 8192 * hidden * intermediate,
-            functools.partial(_gated_mlp, 8192, intermediate, hidden),
-        )
+        yield _mlp_case("gated_mlp", 8192, intermediate, hidden)
+    for hidden, intermediate in ((2048, 5632), (4096, 14336)):
+        for m in (1, 16, 64):
+            yield _mlp_case("gated_mlp_rows", m, intermediate, hidden)
+        yield _mlp_case("gated_mlp_bf16", 8192, intermediate, hidden, fp8=False)
     width = MODELS["gpt-oss-20b"].width
     for tokens in (1, 4, 16):
         yield Case(
@@ -215,4 +221,15 @@ def _gemm_case(group: str, m: int, n: int, k: int, small: bool) -> Case:
         n * k + m * (k + 2 * n),
         2 * m * n * k,
         functools.partial(_gemm, m, n, k, small),
+    )
+
+
+def _mlp_case(group: str, rows: int, intermediate: int, hidden: int, fp8: bool = True) -> Case:
+    weight_bytes = 2 * intermediate * hidden * (1 if fp8 else 2)
+    return Case(
+        group,
+        {"rows": rows, "hidden": hidden, "intermediate": intermediate},
+        weight_bytes + rows * 2 * (hidden + intermediate),
+        4 * rows * hidden * intermediate,
+        functools.partial(_gated_mlp, rows, intermediate, hidden, fp8),
     )

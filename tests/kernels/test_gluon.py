@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""Kernels written in Gluon: no interpreter runs them, so a Hopper GPU has to."""
+
+import pytest
+import torch
+
+import oss_fused.ops  # noqa: F401
+from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.triton.gemm import KERNELS, kernels
+from oss_fused.kernels.triton.launch import runs_gluon
+
+ops = torch.ops.oss_fused
+FP8 = torch.float8_e4m3fn
+CUDA = torch.device("cuda")
+CONFIGS = [
+    ("stream", {"block_m": 8, "block_k": 128, "ctas": 2}),
+    ("stream", {"block_m": 16, "block_k": 256, "ctas": 1}),
+    ("stream", {"block_m": 64, "block_n": 128, "block_k": 128, "ctas": 2}),
+    *(("specialized", {"columns": columns}) for columns in (128, 160, 192, 256)),
+]
+
+
+def test_without_hopper_only_portable_kernels_run():
+    assert not runs_gluon(torch.device("cpu"))
+    assert kernels(torch.device("cpu")) is KERNELS
+
+
+@pytest.fixture
+def hopper():
+    if not runs_gluon(CUDA):
+        pytest.skip("needs a Hopper GPU and Gluon")
+
+
+def operands(m, n, k, rows=True):
+    a, b = (torch.randn(*shape, device=CUDA).to(FP8) for shape in ((m, k), (n, k)))
+    a_scale = torch.rand(m if rows else 1, 1, device=CUDA) + 0.5
+    b_scale = torch.rand(n if rows else 1, 1, device=CUDA) + 0.5
+    return a, b, a_scale if rows else a_scale[0], b_scale if rows else b_scale[0]
+
+
+def relative_error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,config", CONFIGS)
+@pytest.mark.parametrize(
+    "m,n,k", [(1, 64, 16), (5, 100, 272), (33, 257, 2880), (130, 321, 144), (700, 6200, 1040)]
+)
+@pytest.mark.parametrize("rows", [True, False])
+def test_gemm(hopper, name, config, m, n, k, rows):
+    a, b, a_scale, b_scale = operands(m, n, k, rows)
+    bias = torch.randn(n, device=CUDA, dtype=torch.bfloat16)
+    # rows of a wider tensor: the descriptors take the stride
+    a = torch.cat([a.view(torch.uint8)] * 2, 1).view(FP8)[:, :k]
+    for dtype, given in ((torch.bfloat16, None), (torch.float16, bias)):
+        out = torch.full((m, n), float("nan"), device=CUDA, dtype=dtype)
+        kernels(CUDA)[name](a, b, a_scale, b_scale, given, out, **config)
+        want = (a.double() @ b.double().t()) * a_scale.double() * b_scale.double().view(1, -1)
+        want = want if given is None else want + given.double()
+        assert relative_error(out, want) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,config", [CONFIGS[1], CONFIGS[-1]])
+def test_nan_stays_in_its_row(hopper, name, config):
+    a, b, a_scale, b_scale = operands(40, 128, 256)
+    a.view(torch.uint8)[3, 7] = 0x7F
+    out = torch.empty(40, 128, device=CUDA, dtype=torch.bfloat16)
+    kernels(CUDA)[name](a, b, a_scale, b_scale, None, out, **config)
+    assert out[3].isnan().all() and out.isnan().sum() == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 8, 64, 300])
+def test_weights_quantised_just_before(hopper, m):
+    """In a graph nothing lies between the quantiser and a product that fetches ahead."""
+    w = torch.randn(8192, 4096, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(m, 4096, device=CUDA, dtype=torch.bfloat16)
+
+    def step():
+        b, b_scale = ops.quantize_fp8(w, None, "channel")
+        a, a_scale = ops.quantize_fp8(x, None, "token")
+        return ops.fp8_gemm(a, b, a_scale, b_scale, None, torch.bfloat16)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(5):
+        w.normal_()
+        graph.replay()
+        got = captured.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(got, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("m,n,k", [(65, 136, 256), (1000, 1300, 1040)])
+def test_gated_mlp(hopper, activation, fp8, m, n, k):
+    x = torch.randn(m, k, device=CUDA, dtype=torch.bfloat16)
+    weights = [torch.randn(n, k, device=CUDA, dtype=torch.bfloat16) / k**0.5 for _ in range(2)]
+    scales = [None, None]
+    if fp8:
+        pairs = [ops.quantize_fp8(w, None, "channel") for w in weights]
+        weights, scales = ([pair[i] for pair in pairs] for i in (0, 1))
+    for on in ("gate", "up"):
+        args = (x, *weights, *scales, activation, on)
+        want = get_kernel("torch", "gated_mlp")(*args).double()
+        assert relative_error(ops.gated_mlp(*args), want) < 6e-3
