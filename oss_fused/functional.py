@@ -16,6 +16,7 @@ _ON_OVERFLOW = ("adjust", "saturate", "raise")
 
 def quantize_fp8(
     t: torch.Tensor,
+    *,
     scale: torch.Tensor | None = None,
     strategy: str = "tensor",
     on_overflow: str = "adjust",
@@ -56,7 +57,7 @@ def quantize_fp8(
 
 
 def dequantize_fp8(
-    q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype = torch.float32
+    q: torch.Tensor, scale: torch.Tensor, *, out_dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """``q * scale``, rounded to ``out_dtype``; inverse of quantize_fp8 up to rounding.
 
@@ -70,6 +71,7 @@ def dequantize_fp8(
 def fp8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
+    *,
     a_scale: torch.Tensor | None = None,
     b_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -103,8 +105,8 @@ def fp8_gemm(
         out = _ops.fp8_gemm(qa, qb, sa, sb, bias, out_dtype)
     if autograd.needs_grad(a, b, bias):
         # an FP8 operand takes part as the numbers that its codes stand for
-        wide_a = a if a.dtype != FP8 else dequantize_fp8(qa, sa, out_dtype)
-        wide_b = b if b.dtype != FP8 else dequantize_fp8(qb, sb, out_dtype).t()
+        wide_a = a if a.dtype != FP8 else dequantize_fp8(qa, sa, out_dtype=out_dtype)
+        wide_b = b if b.dtype != FP8 else dequantize_fp8(qb, sb, out_dtype=out_dtype).t()
         return autograd.FP8Product.apply(wide_a, wide_b, bias, out)
     return out
 
@@ -113,7 +115,8 @@ def _quantized(
     t: torch.Tensor, scale: torch.Tensor | None, strategy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if t.dtype != FP8:
-        return quantize_fp8(t, None if scale is None else scale.view(-1, 1), strategy)
+        rows = None if scale is None else scale.view(-1, 1)
+        return quantize_fp8(t, scale=rows, strategy=strategy)
     if scale is None:
         return t, torch.ones(1, device=t.device)
     return t, scale if scale.numel() == 1 else scale.reshape(-1, 1)
@@ -124,6 +127,7 @@ def fused_rmsnorm_rope(
     weight: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    *,
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """RMSNorm and rotary embedding in one launch.
@@ -155,6 +159,7 @@ def fused_gated_mlp(
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     activation: str = "silu",
+    *,
     activation_on: str = "up",
     gate_scale: torch.Tensor | None = None,
     up_scale: torch.Tensor | None = None,

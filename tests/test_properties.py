@@ -104,7 +104,7 @@ def test_4_fp8_gemm_is_the_product_of_what_it_was_given(m, n, k, seed):
     fp8 = torch.float8_e4m3fn
     a_scale = torch.rand(m, 1, generator=generator) + 0.5
     b_scale = torch.rand(n, 1, generator=generator) + 0.5
-    out = fp8_gemm(a.to(fp8), b.to(fp8), a_scale, b_scale, out_dtype=torch.float32)
+    out = fp8_gemm(a.to(fp8), b.to(fp8), a_scale=a_scale, b_scale=b_scale, out_dtype=torch.float32)
     expected = (a.double() @ b.double()) * a_scale.double() * b_scale.double().t()
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
 

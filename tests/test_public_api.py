@@ -78,6 +78,19 @@ def test_leading_parameters_are_as_named(name, parameters):
     assert " ".join(found).startswith(parameters)
 
 
+def test_what_goes_beyond_the_names_is_keyword_only():
+    named = {
+        "fused_rmsnorm_rope": 4,
+        "fused_gated_mlp": 4,
+        "fp8_gemm": 2,
+        "quantize_fp8": 1,
+        "dequantize_fp8": 2,
+    }
+    for name, count in named.items():
+        parameters = list(inspect.signature(getattr(oss_fused, name)).parameters.values())
+        assert {p.kind for p in parameters[count:]} == {inspect.Parameter.KEYWORD_ONLY}, name
+
+
 def test_defaults_are_as_named():
     signature = inspect.signature(oss_fused.BenchmarkSuite)
     assert signature.parameters["warmup_runs"].default == 10
@@ -96,8 +109,8 @@ def test_overflow_is_detected_adjusted_or_raised():
     x = torch.tensor([[1000.0, 1.0]])
     small = torch.ones(1)
     with pytest.raises(oss_fused.NumericalOverflowError, match="scale=1.0"):
-        oss_fused.quantize_fp8(x, small, on_overflow="raise")
-    q, scale = oss_fused.quantize_fp8(x, small)
+        oss_fused.quantize_fp8(x, scale=small, on_overflow="raise")
+    q, scale = oss_fused.quantize_fp8(x, scale=small)
     assert oss_fused.dequantize_fp8(q, scale)[0, 0] == pytest.approx(1000, rel=2**-4)
 
 

@@ -48,7 +48,7 @@ class FusedRMSNormRoPE(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Normalise and rotate; see ``oss_fused.fused_rmsnorm_rope``."""
-        return functional.fused_rmsnorm_rope(x, self.weight, cos, sin, self.eps)
+        return functional.fused_rmsnorm_rope(x, self.weight, cos, sin, eps=self.eps)
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
@@ -83,7 +83,7 @@ class FusedRMSNorm(nn.Module):
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         # stride 0 along the sequence: one row of constants serves all
         cos, sin = self._cos.expand(rows.shape[1], -1), self._sin.expand(rows.shape[1], -1)
-        out = functional.fused_rmsnorm_rope(rows, self.weight, cos, sin, self.eps)
+        out = functional.fused_rmsnorm_rope(rows, self.weight, cos, sin, eps=self.eps)
         return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
@@ -157,9 +157,9 @@ class FusedGatedMLP(nn.Module):
             self.gate_weight,
             self.up_weight,
             self.activation,
-            self.activation_on,
-            self.gate_scale,
-            self.up_scale,
+            activation_on=self.activation_on,
+            gate_scale=self.gate_scale,
+            up_scale=self.up_scale,
         )
 
     def extra_repr(self) -> str:
@@ -230,10 +230,10 @@ class FP8Linear(nn.Module):
             out = functional.fp8_gemm(
                 rows,
                 self.weight.t(),
-                self._row_scale(rows),
-                self.weight_scale,
-                self.bias,
-                x.dtype,
+                a_scale=self._row_scale(rows),
+                b_scale=self.weight_scale,
+                bias=self.bias,
+                out_dtype=x.dtype,
             )
             return out.view(*x.shape[:-1], self.out_features)
         return torch.ops.oss_fused.fp8_linear(

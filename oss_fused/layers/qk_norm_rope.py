@@ -31,12 +31,12 @@ def _norm_and_rotate(
     if cos.shape[0] == 1:
         # [B * heads, S, D] is a view for a batch of one: the kernel takes its strides
         rows = x.transpose(1, 2).reshape(-1, sequence, head_dim)
-        out = fused_rmsnorm_rope(rows, norm.weight, cos[0], sin[0], eps)
+        out = fused_rmsnorm_rope(rows, norm.weight, cos[0], sin[0], eps=eps)
         return out.view(batch, heads, sequence, head_dim)
     # positions differ between the sequences of the batch
     return torch.stack(
         [
-            fused_rmsnorm_rope(one.transpose(0, 1), norm.weight, c, s, eps)
+            fused_rmsnorm_rope(one.transpose(0, 1), norm.weight, c, s, eps=eps)
             for one, c, s in zip(x, cos, sin, strict=True)
         ]
     )

@@ -117,12 +117,12 @@ def test_round_trip_error_is_bounded(device):
 def test_overflow_policies(device):
     x = torch.full((2, 8), 1000.0, device=device)
     small = torch.ones(1, device=device)
-    q, scale = quantize_fp8(x, small)
+    q, scale = quantize_fp8(x, scale=small)
     assert torch.equal(dequantize_fp8(q, scale), x)
-    q, scale = quantize_fp8(x, small, on_overflow="saturate")
+    q, scale = quantize_fp8(x, scale=small, on_overflow="saturate")
     assert scale == 1 and (q.float() == 448).all()
     with pytest.raises(NumericalOverflowError, match="scale=1.0"):
-        quantize_fp8(x, small, on_overflow="raise")
+        quantize_fp8(x, scale=small, on_overflow="raise")
 
 
 def test_bad_arguments_are_named(device):

@@ -37,7 +37,8 @@ def test_rmsnorm_module_equals_torch():
 def test_gated_mlp_module(activation_on):
     module = FusedGatedMLP(8, 12, "gelu", activation_on=activation_on)
     x = torch.randn(3, 8)
-    expected = fused_gated_mlp(x, module.gate_weight, module.up_weight, "gelu", activation_on)
+    weights = (module.gate_weight, module.up_weight)
+    expected = fused_gated_mlp(x, *weights, "gelu", activation_on=activation_on)
     torch.testing.assert_close(module(x), expected)
     module(x).sum().backward()
     assert module.gate_weight.grad is not None and module.up_weight.grad is not None
