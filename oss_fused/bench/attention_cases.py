@@ -161,12 +161,12 @@ def candidates(case: Case) -> Iterator[Launch]:
     """Launches worth trying for a case."""
     shape = case.shape
     seen = min(case.context, shape.window or case.context)
-    for block_n, warps, stages in ((64, 4, 3), (128, 4, 3), (128, 8, 3)):
+    for block_n, warps in ((64, 4), (128, 4), (128, 8)):
         splits = 1
         while splits <= 64 and splits <= -(-seen // block_n):
             # as many programs as no GPU holds, or too few to fill it
             if case.batch * shape.kv_heads * splits <= 4096 or splits == 1:
-                yield Launch(splits, block_n, warps, stages)
+                yield Launch(splits, block_n, warps)
             splits *= 2
 
 

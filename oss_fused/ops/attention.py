@@ -5,6 +5,8 @@ Args of the operator:
     query: [T, Hq, D], one token of each of T sequences; bf16, fp16 or e4m3 (with q_scale).
     key_cache, value_cache: [pages, page_size, Hkv, D], any strides, unit stride along D; the
         dtype of query, or e4m3 with k_scale and v_scale. Hq is a multiple of Hkv.
+        Positions before a sequence's last, block_table and seq_lens are older than the kernel
+        launched just before: on a GPU they are read while it may still run.
     block_table: [T, max_pages] int32; page of each run of page_size positions.
     seq_lens: [T] int32, the position of the query included; 0 marks a padding row (result 0).
     out: [T, Hq, D] bf16 or fp16, written.

@@ -25,6 +25,7 @@ import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 
 FP8 = torch.float8_e4m3fn
+_SHORT = 2048
 
 
 class OssAttentionImpl(FlashAttentionImpl):
@@ -108,6 +109,8 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     for layer in model.modules():
         if not isinstance(layer, Attention) or not _fits(layer.impl):
             continue
+        if _flash_is_faster(layer.impl, vllm_config.model_config.max_model_len):
+            continue
         layer.impl.__class__ = OssAttentionImpl
         layer.impl.max_rows = rows
         layer.impl.arrivals = _arrivals(device, rows * layer.impl.num_kv_heads)
@@ -122,6 +125,13 @@ def _fits(impl: Any) -> bool:
         and impl.dcp_world_size == 1
         and impl.head_size <= 256
     )
+
+
+def _flash_is_faster(impl: Any, max_model_len: int) -> bool:
+    # large heads in FP8: unpacking them to bf16 costs more than FlashAttention's three launches
+    # from about 1024 positions on. Which of them a step has is not known in a CUDA graph
+    large = is_quantized_kv_cache(impl.kv_cache_dtype) and impl.head_size > 64
+    return large and max_model_len > _SHORT
 
 
 @functools.cache

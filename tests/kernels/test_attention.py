@@ -9,6 +9,7 @@ import torch
 import oss_fused.ops  # noqa: F401
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.triton import attention_decode
 
 FP8 = torch.float8_e4m3fn
 # bf16 weights of the softmax and a bf16 result: two roundings of 2^-9 on values near 1
@@ -61,6 +62,24 @@ def test_equals_reference(device, lens, window, sinks):
     sink = torch.linspace(-1, 2, 8, device=device).bfloat16() if sinks else None
     expected, actual = both(args, window=window, sinks=sink)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_splits_have_a_least_size(device, monkeypatch):
+    few = attention_decode.Launch(splits=4, block_n=64, min_tiles=2)
+    monkeypatch.setattr(attention_decode, "launch_for", lambda *_: few)
+    expected, actual = both(make(device, [300, 100, 520, 64]))
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 64, 128, 1000])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (8, 128), (1, 80), (32, 128)])
+def test_launches_fill_the_gpu_and_no_more(rows, heads, dim):
+    short = attention_decode.launch_for(rows, heads, dim, 0, 64)
+    assert short.splits == 1
+    long = attention_decode.launch_for(rows, heads, dim, 0, 131072)
+    assert 1 <= long.splits <= 32
+    assert long.splits == 1 or rows * heads * long.splits <= 32768
+    assert attention_decode.launch_for(rows, heads, dim, 128, 131072).splits <= 2
 
 
 @pytest.mark.parametrize(

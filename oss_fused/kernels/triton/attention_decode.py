@@ -5,9 +5,12 @@ out[t, h] = softmax([q . k * scale, sink]) @ [v, 0] over the last ``window`` pos
 window is 0). query [T, Hq, D]; caches [pages, page_size, Hkv, D] of any stride with unit stride
 along D, bf16, fp16 or e4m3; Hq / Hkv query heads share a program, padded to a tensor-core tile.
 
-Split over the context: SPLITS programs a head take equal runs of tiles. A split that is alone
+Split over the context: several programs a head take equal runs of tiles. A split that is alone
 writes the result; otherwise each leaves its sum, maximum and weight in a scratch buffer, and the
 one that arrives last adds them up in order: one launch, no float atomics, the same bits each run.
+
+The first tile is loaded before the wait for the kernel ahead, but for the newest position, which
+that kernel may be writing.
 """
 
 from __future__ import annotations
@@ -23,11 +26,9 @@ from oss_fused.kernels.triton.numerics import INTERPRETED, from_fp8, round_to
 from oss_fused.kernels.validation_attention import check_decode_attention
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_BLOCK_N = 64
-# measured on an H200, batch 1 to 128, context 256 to 8192: more splits cost more to add up
-# than they save
-_MAX_SPLITS = 16
-_TARGET_PROGRAMS = 1024
+_SPLITS = 32
+# of rows times KV heads
+_MANY_PROGRAMS = 512
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE: tl.constexpr):
     return new_best, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "page_size"])
+@triton.jit(do_not_specialize=["table_stride", "page_size", "min_tiles"])
 def _decode_attention_kernel(
     query,
     key_cache,
@@ -89,6 +90,7 @@ def _decode_attention_kernel(
     stride_oh,
     table_stride,
     page_size,
+    min_tiles,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -106,7 +108,7 @@ def _decode_attention_kernel(
     length = tl.load(seq_lens + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
-    tiles_per_split = tl.cdiv(tiles, splits)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     active = tl.cdiv(tiles, tiles_per_split)
     if split >= active:
         return
@@ -213,16 +215,22 @@ def _decode_attention_kernel(
 
 
 class Launch(NamedTuple):
-    """How a batch is cut up: programs a head, positions a tile, warps and loads in flight."""
+    """How a batch is cut up: programs a head, positions a tile and warps of one.
+
+    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
+    """
 
     splits: int
     block_n: int
     warps: int = 4
-    stages: int = 3
+    min_tiles: int = 1
 
 
 def launch_for(rows: int, heads: int, head_dim: int, window: int, positions: int) -> Launch:
     """The launch of a batch; depends on nothing that changes between replays of a CUDA graph.
+
+    Measured on an H200: batch 1 to 128, context 128 to 32768, heads of 64 and 128
+    (docs/results/h200/attention.json).
 
     Args:
         rows: sequences, padding included.
@@ -231,11 +239,16 @@ def launch_for(rows: int, heads: int, head_dim: int, window: int, positions: int
         window: of the layer, 0 for none.
         positions: most that a sequence can have, by the width of the block table.
     """
-    block_n = _BLOCK_N
+    programs = rows * heads
+    small = head_dim <= 64
+    # many programs hide latency by their number, few by the size of their loads
+    block_n = 64 if programs > _MANY_PROGRAMS else 128
+    warps = 8 if (8 < programs <= 64 if small else programs <= 8) else 4
+    most = (_SPLITS if programs <= 8 else 8 if programs <= 64 else 4) if small else 256 // programs
     tiles = triton.cdiv(min(window or positions, positions), block_n)
-    wanted = max(1, _TARGET_PROGRAMS // max(1, rows * heads))
-    splits = min(_MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(tiles))
-    return Launch(splits, block_n)
+    splits = max(1, min(_SPLITS, most, triton.next_power_of_2(tiles)))
+    min_tiles = 1 if programs <= 8 else 2 if programs <= 64 else 512 // block_n
+    return Launch(splits, block_n, warps, min_tiles)
 
 
 def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
@@ -296,6 +309,7 @@ def decode_attention(
         *out.stride()[:2],
         block_table.stride(0),
         page_size,
+        launch.min_tiles,
         HEADS=heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -305,6 +319,6 @@ def decode_attention(
         BLOCK_N=launch.block_n,
         DTYPE=_dot_dtype(out.dtype),
         num_warps=launch.warps,
-        num_stages=launch.stages,
+        num_stages=3,
         **pdl_options(query.device),
     )
