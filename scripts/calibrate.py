@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from oss_fused.bench.calibration_report import FOLDER, append_trend, figures_of, write_report
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions, Summary
 from oss_fused.quant.pipeline import calibrate
-from oss_fused.quant.plan import Step
 from oss_fused.quant.recipe import Recipe, load_recipe, make_recipe
+from oss_fused.quant.record import load_record
 from oss_fused.quant.scheme import PRESETS
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return FAILURE
     report(summary)
+    write_pages(output, args.trend)
     return 0
 
 
@@ -142,6 +144,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
     )
+    add("--trend", type=Path, metavar="JSON", help="file that keeps figures of the last 100 runs")
     add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     add(
         "--max-shard-size",
@@ -184,13 +187,15 @@ def parse_size(text: str) -> int:
     return size
 
 
-def show_progress(steps: Iterable[Step]) -> Iterator[Step]:
-    """Steps under a progress bar."""
-    bar = tqdm(list(steps), desc="Calibrating", unit="tensor", dynamic_ncols=True)
-    for step in bar:
-        if step.layer is not None:
-            bar.set_postfix_str(f"layer {step.layer}", refresh=False)
-        yield step
+def show_progress(items: Sequence[Any], what: str) -> Iterator[Any]:
+    """Tensors or layers under a progress bar."""
+    unit = "tensor" if what == "Calibrating" else "layer"
+    bar = tqdm(items, desc=what, unit=unit, dynamic_ncols=True)
+    for item in bar:
+        layer = getattr(item, "layer", None)
+        if layer is not None:
+            bar.set_postfix_str(f"layer {layer}", refresh=False)
+        yield item
 
 
 def tell(line: str) -> None:
@@ -229,6 +234,18 @@ def report(summary: Summary) -> None:
             lines.append(f"  {name}: weight {facts['weight_error']:.2%}{output}")
     lines.append(f"next: vllm serve {summary.output}")
     print("\n".join(lines), file=sys.stderr)
+
+
+def write_pages(output: Path, trend: Path | None) -> None:
+    """Write OUTPUT/report; the checkpoint is whole, and stays so if that fails."""
+    try:
+        record = load_record(output)
+        runs = append_trend(trend, record, figures_of(record)) if trend else []
+        page = write_report(output / FOLDER, record, runs=runs)
+    except (OssFusedError, OSError, ValueError) as error:
+        print(f"calibrate.py: warning: no report: {error}", file=sys.stderr)
+        return
+    print(f"report: {page}", file=sys.stderr)
 
 
 def _gb(size: int) -> str:

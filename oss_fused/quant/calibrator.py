@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.dataset import file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerFindings
 from oss_fused.quant.models import ModelSkeleton
-from oss_fused.quant.plan import Plan, Step, make_plan
+from oss_fused.quant.plan import Plan, make_plan
 from oss_fused.quant.recipe import Recipe
+from oss_fused.quant.record import write_record
+from oss_fused.quant.recording import Findings, layer_step, make_record
 from oss_fused.quant.streaming import LayerStream
 
-Progress = Callable[[Iterable[Step]], Iterable[Step]]
+# wraps a loop over steps or layers, with a word for what it does
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 # samples on which --accuracy-target compares mixes of precisions
 HELD_OUT = 8
 _NOWHERE = -1  # before the first step
@@ -84,7 +87,11 @@ class Run:
     """A run made ready."""
 
     def __init__(
-        self, recipe: Recipe, options: RunOptions, base: CheckpointReader | None = None
+        self,
+        recipe: Recipe,
+        options: RunOptions,
+        base: CheckpointReader | None = None,
+        known: Findings | None = None,
     ) -> None:
         """Check the inputs and make the plan; nothing is written yet.
 
@@ -93,8 +100,9 @@ class Run:
             options: where and how.
             base: an output of the same recipe without overrides, whose quantised tensors are
                 taken as they are.
+            known: what making ``base`` and comparing mixes found.
         """
-        self.base = base
+        self.base, self.known = base, known
         self.recipe = recipe
         self.options = options
         self.device = pick_device(options.device)
@@ -120,7 +128,7 @@ class Run:
             dataset and file_digest(dataset),
         )
 
-    def execute(self, progress: Progress = iter) -> Summary:
+    def execute(self, progress: Progress = lambda items, _: items) -> Summary:
         """Write the output.
 
         Raises:
@@ -165,12 +173,12 @@ class Run:
             )
         findings = LayerFindings()
         entered: int | None = _NOWHERE
-        for step in progress(plan.steps):
+        for step in progress(plan.steps, "Calibrating"):
             if step.layer != entered:
-                _leave(entered, stream)
+                _leave(entered, stream, writer, findings)
                 findings, entered = self._enter(step.layer, stream), step.layer
             exporter.run(step, findings)
-        _leave(entered, stream)
+        _leave(entered, stream, writer, findings)
 
     def _enter(self, layer: int | None, stream: LayerStream | None) -> LayerFindings:
         """Run the samples through a decoder layer, or look at what follows the last."""
@@ -229,6 +237,11 @@ class Run:
         copy_assets(self.reader.folder, writer.partial)
         config = self.plan.quantization_config()
         write_config(writer.partial, self.reader.config, config, self.plan.untie)
+        tokens = [len(sample) for sample in self.samples]
+        record = make_record(
+            self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.known
+        )
+        write_record(writer.partial, record)
         recipe = self.recipe.to_yaml()
         (writer.partial / "recipe.yaml").write_text(recipe)
         facts = {
@@ -244,9 +257,15 @@ class Run:
         write_model_card(writer.partial, self.reader.folder.resolve().name, facts, recipe)
 
 
-def _leave(layer: int | None, stream: LayerStream | None) -> None:
+def _leave(
+    layer: int | None,
+    stream: LayerStream | None,
+    writer: CheckpointWriter,
+    findings: LayerFindings,
+) -> None:
     """All tensors of ``layer`` are written: keep the samples' states after it."""
     if stream is not None and layer is not None and layer >= stream.next_layer:
+        writer.done(layer_step(layer), findings.layer)
         stream.commit(layer)
 
 

@@ -6,7 +6,7 @@ All are read as the matrix [outputs, inputs] of one expert; gate and up rows sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -14,6 +14,8 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import amax_to_scale, quantize
 from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
 
+Rounded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+_NONE: Rounded = {}
 PARTS = (("gate_up_proj", "w13"), ("down_proj", "w2"))
 
 
@@ -27,7 +29,7 @@ def read_expert(reader: CheckpointReader, module: str, part: str, expert: int) -
     return reader.read(prefix, expert).t().contiguous()
 
 
-def _to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales [N, 1] of a weight [N, K].
 
     MXFP4 values have one mantissa bit and a power of two for a scale: with such a scale E4M3 holds
@@ -42,16 +44,20 @@ def _to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch
 
 
 def convert_experts(
-    reader: CheckpointReader, module: str, count: int, target: str
+    reader: CheckpointReader, module: str, count: int, target: str, rounded: Rounded = _NONE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the output tensors of ``module`` stored as ``target``: "mxfp4", "fp8" or "bf16"."""
+    """Yield the output tensors of ``module`` stored as ``target``: "mxfp4", "fp8" or "bf16".
+
+    ``rounded`` holds codes and scales by tensor name less its suffix, where calibration found
+    better ones than plain rounding gives.
+    """
     for long, short in PARTS:
         prefix = f"{module}.{long}"
         bias = reader.read(f"{prefix}_bias")
         if target == "fp8":
             for expert in range(count):
                 own = f"{module}.{expert}.{short}"
-                q, scale = _to_fp8(
+                q, scale = rounded.get(own) or expert_to_fp8(
                     read_expert(reader, module, long, expert), f"{prefix}_blocks" in reader
                 )
                 yield f"{own}_weight", q

@@ -12,8 +12,11 @@ from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.experts import convert_experts
-from oss_fused.quant.formats import dequantize, quantize, relative_error
+from oss_fused.quant.formats import FORMATS, dequantize, quantize
 from oss_fused.quant.plan import Plan, Step
+
+_BINS = 64
+_ROWS = 16384
 
 
 @dataclass
@@ -21,16 +24,18 @@ class LayerFindings:
     """What running a layer on calibration data found, by module name.
 
     Attributes:
-        weights: codes and scale of linears that were not rounded plainly.
+        weights: codes and scale of linears and experts that were not rounded plainly.
         input_scales: static scale [1] of a linear's input.
         kv_scales: (k_scale, v_scale), each [1], by self_attn module.
-        output_errors: relative RMS error of a linear's output.
+        linears: fields of a LinearRecord by linear.
+        layer: fields of the LayerRecord.
     """
 
     weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     input_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     kv_scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    output_errors: dict[str, float] = field(default_factory=dict)
+    linears: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layer: dict[str, Any] = field(default_factory=dict)
 
 
 class Exporter:
@@ -61,7 +66,7 @@ class Exporter:
         elif step.kind == "linear":
             facts = self._linear(step, findings)
         elif step.kind == "experts":
-            self._experts(step)
+            self._experts(step, findings)
         else:
             self._kv(step, findings)
         self.writer.done(step.name, facts)
@@ -85,14 +90,17 @@ class Exporter:
             self.writer.write(
                 f"{step.name}.input_scale", _found(findings.input_scales, step.name, "input_scale")
             )
-        facts: dict[str, Any] = {"weight_error": relative_error(weight, dequantize(q, scale))}
-        if step.name in findings.output_errors:
-            facts["output_error"] = findings.output_errors[step.name]
-        return facts
+        return {**_weight_facts(weight, q, scale), **findings.linears.get(step.name, {})}
 
-    def _experts(self, step: Step) -> None:
+    def _experts(self, step: Step, findings: LayerFindings) -> None:
+        if self.base is not None:
+            for spec in step.specs:
+                self.writer.write(spec.name, self.base.read(spec.name))
+            return
         count = self.reader.shape(f"{step.name}.gate_up_proj_bias")[0]
-        converted = convert_experts(self.reader, step.name, count, str(self.plan.experts))
+        converted = convert_experts(
+            self.reader, step.name, count, str(self.plan.experts), findings.weights
+        )
         for name, tensor in converted:
             self.writer.write(name, tensor)
 
@@ -104,6 +112,28 @@ class Exporter:
         module = step.name.removesuffix(".kv")
         for spec, scale in zip(step.specs, _found(findings.kv_scales, module, "k_scale")):
             self.writer.write(spec.name, scale)
+
+
+def _weight_facts(weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
+    """Fields of a LinearRecord, from some rows at a time: a vocabulary takes gigabytes."""
+    top = float(weight.abs().amax()) or 1.0
+    counts = torch.zeros(_BINS, dtype=torch.float64, device=weight.device)
+    errors, norm = dict.fromkeys(("weight", *FORMATS), 0.0), 0.0
+    for start in range(0, weight.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        exact = weight[rows].float()
+        counts += torch.histc(exact, _BINS, -top, top)
+        norm += float(exact.square().sum())
+        rounded = {"weight": dequantize(q[rows], scale[rows])}
+        rounded |= {name: dequantize(*quantize(exact, fmt=fmt)) for name, fmt in FORMATS.items()}
+        for name, values in rounded.items():
+            errors[name] += float((values - exact).square().sum())
+    relative = {name: (error / norm) ** 0.5 if norm else 0.0 for name, error in errors.items()}
+    return {
+        "weight_error": relative.pop("weight"),
+        "format_errors": relative,
+        "weight_histogram": {"low": -top, "high": top, "counts": [int(c) for c in counts.tolist()]},
+    }
 
 
 def _found(values: dict[str, Any], module: str, what: str) -> Any:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
-from oss_fused.quant.formats import amax_to_scale, fake_quantize
+from oss_fused.quant.formats import E4M3, amax_to_scale, fake_quantize
 
 
 class AmaxObserver:
@@ -70,22 +70,48 @@ class CacheObserver:
 
 
 class OutputError:
-    """Relative RMS error of a linear's output against the exact weight on the same exact input."""
+    """Error of a linear's output against the exact weight on the same exact input."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Compare against ``weight`` [N, K] and ``bias`` [N]."""
-        self.weight, self.bias = weight, bias
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    ) -> None:
+        """Compare against ``weight`` [N, K] and ``bias`` [N]; a static input scale may clip."""
+        self.weight, self.bias, self.input_scale = weight, bias, input_scale
         self.difference = self.norm = 0.0
+        self.by_token: list[torch.Tensor] = []
+        self.clipped = self.values = 0
 
     def see(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Compare the output [..., N] for the input [..., K]."""
-        exact = nn.functional.linear(x, self.weight, self.bias)
-        self.difference += float((output - exact).float().square().sum())
-        self.norm += float(exact.float().square().sum())
+        exact = nn.functional.linear(x, self.weight, self.bias).float()
+        difference = (output.float() - exact).square().sum(-1)
+        norm = exact.square().sum(-1)
+        self.difference += float(difference.sum())
+        self.norm += float(norm.sum())
+        self.by_token.append((difference / norm.clamp_min(1e-30)).sqrt().flatten().cpu())
+        self.values += x.numel()
+        if self.input_scale is not None:
+            limit = E4M3.max * float(self.input_scale)
+            self.clipped += int((x.abs() > limit).sum())
 
-    def value(self) -> float:
-        """The error over all outputs seen; 0 if they are all zero."""
-        return (self.difference / self.norm) ** 0.5 if self.norm else 0.0
+    def facts(self) -> dict[str, Any]:
+        """Fields of a LinearRecord; zero errors if all outputs seen are zero."""
+        levels = torch.tensor([0.5, 0.9, 0.99])
+        p50, p90, p99 = torch.cat(self.by_token).quantile(levels).tolist()
+        return {
+            "output_error": (self.difference / self.norm) ** 0.5 if self.norm else 0.0,
+            "error": {"p50": p50, "p90": p90, "p99": p99},
+            "clip_ratio": self.clipped / self.values,
+        }
+
+
+def drift(exact: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> float:
+    """RMS over tokens of ``|x' - x| / |x|`` for hidden states, each [1, T, H]."""
+    shares = [
+        (other - one).square().sum(-1) / one.square().sum(-1).clamp_min(1e-30)
+        for one, other in zip(exact, states)
+    ]
+    return float(torch.cat([share.flatten() for share in shares]).mean().sqrt())
 
 
 def watch_inputs(

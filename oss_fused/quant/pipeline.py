@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
+from oss_fused.quant.record import MixRecord, load_record
+from oss_fused.quant.recording import Findings
 
 
 class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
@@ -43,7 +44,7 @@ class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
 def calibrate(
     recipe: Recipe,
     options: RunOptions,
-    progress: Progress = iter,
+    progress: Progress = lambda items, _: items,
     say: Callable[[str], None] = lambda _: None,
 ) -> Summary:
     """Run a recipe, with the search that ``accuracy_target`` asks for.
@@ -51,7 +52,7 @@ def calibrate(
     Args:
         recipe: what to make.
         options: where and how.
-        progress: wraps the steps of each run.
+        progress: wraps every loop over tensors or layers.
         say: is told what the search found.
 
     Raises:
@@ -62,26 +63,39 @@ def calibrate(
     if recipe.accuracy_target is None:
         return run.execute(progress)
     base = options.output.with_name(f"{options.output.name}.all-fp8-{run.identity()}")
-    errors: dict[str, dict[str, Any]] = {}
     if not (options.resume and base.is_dir()):
-        errors = _make_base(run, recipe, options, base, progress)
-    reader = CheckpointReader(base, quantised=True)
-    search = PolicySearch(
-        run.reader, StoredWeights(reader), run.plan.schemes, run.held_out, run.device
-    )
-    say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
+        _make_base(run, recipe, options, base, progress)
     try:
+        reader = CheckpointReader(base, quantised=True)
+        weights = StoredWeights(reader)
+        search = PolicySearch(
+            run.reader, weights, run.plan.schemes, run.held_out, run.device, progress
+        )
+        say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
         outcome = search.search(recipe.accuracy_target)
         say(describe(outcome))
         overrides = (*recipe.overrides, *outcome.overrides)
         found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
-        summary = Run(found, options, reader).execute(progress)
-    except OssFusedError:
-        shutil.rmtree(base)
-        raise
-    shutil.rmtree(base)
-    merged = {name: {**errors.get(name, {}), **facts} for name, facts in summary.errors.items()}
-    return dataclasses.replace(summary, errors=merged)
+        known = Findings(
+            load_record(base),
+            {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},
+            [_mix_record(mix, outcome) for mix in search.compared],
+            recipe.accuracy_target,
+        )
+        return Run(found, options, reader, known).execute(progress)
+    finally:
+        # an interruption leaves it for a resume
+        if not isinstance(sys.exception(), KeyboardInterrupt | OSError):
+            shutil.rmtree(base)
+
+
+def _mix_record(mix: Outcome, chosen: Outcome) -> MixRecord:
+    return MixRecord(
+        inputs_share=mix.inputs_share,
+        weights_share=mix.weights_share,
+        factor=mix.factor,
+        chosen=mix is chosen,
+    )
 
 
 def describe(outcome: Outcome) -> str:
@@ -94,10 +108,10 @@ def describe(outcome: Outcome) -> str:
 
 def _make_base(
     run: Run, recipe: Recipe, options: RunOptions, base: Path, progress: Progress
-) -> dict[str, dict[str, Any]]:
-    """The checkpoint with every chosen linear in FP8; returns the errors of its layers."""
+) -> None:
+    """The checkpoint with every chosen linear in FP8."""
     base_options = dataclasses.replace(options, output=base, overwrite=True)
     plain = recipe.model_copy(update={"accuracy_target": None})
     base_run = Run(plain, base_options)
     base_run.samples = run.samples
-    return base_run.execute(progress).errors
+    base_run.execute(progress)

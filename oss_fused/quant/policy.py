@@ -76,6 +76,7 @@ class PolicySearch:
         """
         self.track = track
         self.harms: list[Harm] = []
+        self.compared: list[Outcome] = []
         self.source, self.quantised, self.samples = source, quantised, samples
         self.schemes = {
             name: s for name, s in schemes.items() if s is not None and name in quantised
@@ -116,11 +117,11 @@ class PolicySearch:
         Raises:
             SchemeError: no mix meets it; says what the best one reaches.
         """
-        outcomes = self.outcomes()
-        for outcome in outcomes:
+        self.compared = self.outcomes()
+        for outcome in self.compared:
             if outcome.factor <= target:
                 return outcome
-        best = min(outcomes, key=lambda outcome: outcome.factor)
+        best = min(self.compared, key=lambda outcome: outcome.factor)
         raise SchemeError(
             f"--accuracy-target={target}: not met; the best mix, {best.inputs_share:.0%} of the "
             f"linears with 16-bit inputs and {best.weights_share:.0%} in bf16, measures "

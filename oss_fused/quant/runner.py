@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,8 +93,15 @@ class LayerRunner:
 
     def head_weight(self) -> torch.Tensor:
         """Weight of lm_head in float32, the embedding's if they are tied."""
-        name = "model.embed_tokens.weight" if self.skeleton.tied else "lm_head.weight"
-        return self.reader.read(name).float().to(self.device)
+        return self.reader.read(self._head_name).float().to(self.device)
+
+    def head_rows(self, count: int) -> Iterator[torch.Tensor]:
+        """The same as the checkpoint has it, ``count`` rows at a time."""
+        return iter(self.reader.read(self._head_name).split(count))
+
+    @property
+    def _head_name(self) -> str:
+        return "model.embed_tokens.weight" if self.skeleton.tied else "lm_head.weight"
 
     def _layer_arguments(self, length: int) -> list[dict[str, Any]]:
         """Masks and rotary angles that the model gives each layer for that length."""

@@ -101,6 +101,11 @@ def preset(name: str) -> QuantizationScheme:
     return PRESETS[key]
 
 
+def name_of(scheme: QuantizationScheme) -> str:
+    """The name of a preset."""
+    return next(name for name, known in PRESETS.items() if known == scheme)
+
+
 def matches(pattern: str, name: str, class_name: str) -> bool:
     """True if ``pattern`` is the module's name or class, or ``re:`` and a regex of its name."""
     if pattern.startswith("re:"):

@@ -16,18 +16,26 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
-from oss_fused.quant.experts import PARTS
+from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8
 from oss_fused.quant.export import LayerFindings
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.models import ModelSkeleton
-from oss_fused.quant.observers import AmaxObserver, CacheObserver, OutputError, watch_inputs
+from oss_fused.quant.observers import (
+    AmaxObserver,
+    CacheObserver,
+    OutputError,
+    drift,
+    watch_inputs,
+)
 from oss_fused.quant.plan import Plan
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, quantise_input
-from oss_fused.quant.scheme import siblings
+from oss_fused.quant.scheme import QuantizationScheme, siblings
 
 # samples on which a linear's output is compared with the exact one: a second GEMM each
 _ERROR_SAMPLES = 8
+_HEAD = "lm_head"
+_HEAD_ROWS = 16384
 
 
 class LayerStream:
@@ -60,8 +68,10 @@ class LayerStream:
         if saved:
             stored = load_file(self._path(self.next_layer))
             self.hidden = [stored[str(i)] for i in range(len(samples))]
+            self.exact = [stored[f"exact-{i}"] for i in range(min(len(samples), _ERROR_SAMPLES))]
         else:
             self.hidden = self.runner.embed(samples)
+            self.exact = self.hidden[:_ERROR_SAMPLES]
 
     @torch.no_grad()
     def run(self, index: int) -> LayerFindings:
@@ -75,26 +85,47 @@ class LayerStream:
         linears = self.runner.linears(layer, index)
         cache = CacheObserver(f"{prefix}.self_attn")
         findings = self._observe(layer, index, linears, cache)
+        self.exact = [self.runner.forward(layer, index, hidden).cpu() for hidden in self.exact]
         if self.plan.kv_scales:
             findings.kv_scales[f"{prefix}.self_attn"] = cache.freeze()
+            for name, scale in zip(("k_scale", "v_scale"), cache.freeze()):
+                findings.layer[name] = float(scale)
         errors = self._quantise(linears, findings)
-        self._quantise_experts(layer)
+        if self.plan.experts == "fp8":
+            mxfp4 = self.plan.source_experts == "mxfp4"
+            serve_in_fp8(layer.mlp.experts, f"{prefix}.mlp.experts", findings.weights, mxfp4)
         self._advance(layer, index, cache, errors)
-        findings.output_errors = {name: error.value() for name, (error, _) in errors.items()}
+        findings.linears = {name: error.facts() for name, (error, _) in errors.items()}
+        findings.layer["cumulative_error"] = drift(self.exact, self.hidden)
         self.runner.drop(index)
         return findings
 
     @torch.no_grad()
     def run_head(self) -> LayerFindings:
-        """Observe the input of lm_head."""
+        """Observe the input of lm_head, and round its weight."""
         findings = LayerFindings()
-        scheme = self.plan.schemes.get("lm_head")
-        if scheme is not None and scheme.needs_data:
-            norm = self.runner.final_norm()
-            observer = AmaxObserver("lm_head.input_scale")
-            for hidden in self.hidden:
-                observer.see(norm(hidden.to(self.device)))
-            findings.input_scales["lm_head"] = observer.scale()
+        scheme = self.plan.schemes.get(_HEAD)
+        if scheme is None or not (scheme.needs_data or self.feedback):
+            return findings
+        norm = self.runner.final_norm()
+        observer = AmaxObserver(f"{_HEAD}.input_scale")
+        moments = InputMoments(self.hidden[0].shape[-1], self.device)
+        for hidden in self.hidden:
+            x = norm(hidden.to(self.device))
+            observer.see(x)
+            if self.feedback:
+                moments.see(_as_served(x, scheme))
+        if scheme.needs_data:
+            findings.input_scales[_HEAD] = observer.scale()
+        if self.feedback:
+            basis = input_basis(moments.mean(_HEAD))
+            # rows do not depend on each other, and a vocabulary in float32 takes gigabytes
+            parts = [
+                round_with_feedback(rows.float().to(self.device), basis)
+                for rows in self.runner.head_rows(_HEAD_ROWS)
+            ]
+            codes = torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype)
+            findings.weights[_HEAD] = (codes, torch.cat([scale for _, scale in parts]))
         return findings
 
     def commit(self, index: int) -> None:
@@ -102,7 +133,10 @@ class LayerStream:
         self.next_layer = index + 1
         path = self._path(self.next_layer)
         part = path.with_suffix(".part")
-        save_file({str(i): hidden for i, hidden in enumerate(self.hidden)}, part)
+        states = {str(i): hidden for i, hidden in enumerate(self.hidden)}
+        # safetensors refuses tensors that share memory, as these do before the first layer
+        states |= {f"exact-{i}": hidden.clone() for i, hidden in enumerate(self.exact)}
+        save_file(states, part)
         part.replace(path)
         for layer in self._saved_layers():
             if layer != self.next_layer:
@@ -122,17 +156,16 @@ class LayerStream:
             name: InputMoments(linears[name].in_features, self.device) for name in lead.values()
         }
         findings = LayerFindings()
-        if not static and not moments and not self.plan.kv_scales:
+        if not static and not moments and not self.plan.kv_scales and not self.plan.experts:
             return findings
 
         def see(name: str, x: torch.Tensor) -> None:
             if name in static:
                 static[name].see(x)
             if name in moments:
-                inputs = chosen[name].input_activations
-                dynamic = inputs is not None and inputs.dynamic
-                moments[name].see(fake_quantize(x) if dynamic else x)
+                moments[name].see(_as_served(x, chosen[name]))
 
+        experts = self._watch_experts(layer)
         handles = watch_inputs({name: linears[name] for name in {*static, *moments}}, see)
         for i in range(len(self.hidden)):
             self.runner.forward(layer, index, self.hidden[i], cache)
@@ -142,7 +175,18 @@ class LayerStream:
         bases = {name: input_basis(total.mean(name)) for name, total in moments.items()}
         for name, first in lead.items():
             findings.weights[name] = round_with_feedback(linears[name].weight.data, bases[first])
+        if experts is not None:
+            experts.close()
+            findings.layer["expert_tokens"] = experts.tokens
+            findings.weights |= experts.rounded(f"model.layers.{index}.mlp.experts")
         return findings
+
+    def _watch_experts(self, layer: Any) -> ExpertWatch | None:
+        if self.plan.experts is None:
+            return None
+        # MXFP4 values are exact in FP8: nothing is left to make up for
+        rounds = self.plan.experts == "fp8" and self.plan.source_experts == "bf16"
+        return ExpertWatch(layer.mlp.experts, self.feedback and rounds)
 
     def _quantise(
         self, linears: dict[str, nn.Linear], findings: LayerFindings
@@ -156,26 +200,14 @@ class LayerStream:
             exact = module.weight.data
             q, scale = findings.weights.get(name) or quantize(exact, "channel")
             module.weight.data = dequantize(q, scale)
-            error = OutputError(exact, module.bias)
+            input_scale = findings.input_scales.get(name)
+            error = OutputError(exact, module.bias, input_scale)
             handle = module.register_forward_hook(
                 lambda _m, inputs, output, error=error: error.see(inputs[0], output)
             )
-            quantise_input(module, scheme, findings.input_scales.get(name))
+            quantise_input(module, scheme, input_scale)
             errors[name] = (error, handle)
         return errors
-
-    def _quantise_experts(self, layer: Any) -> None:
-        if self.plan.experts != "fp8":
-            return
-        experts = layer.mlp.experts
-        for part, _ in PARTS:
-            weight = getattr(experts, part).data
-            for expert in range(weight.shape[0]):
-                q, scale = quantize(weight[expert].t().contiguous(), "channel")
-                weight[expert] = dequantize(q, scale).t()
-        experts.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0]), *args[1:]))
-        exact_gate = experts._apply_gate
-        experts._apply_gate = lambda gate_up: fake_quantize(exact_gate(gate_up))
 
     def _advance(
         self,
@@ -200,3 +232,9 @@ class LayerStream:
 
     def _saved_layers(self) -> list[int]:
         return [int(path.stem.split("-")[1]) for path in self.state.glob("hidden-*.safetensors")]
+
+
+def _as_served(x: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
+    """Inputs as weights meet them, as far as that is known before static scales are."""
+    inputs = scheme.input_activations
+    return fake_quantize(x) if inputs is not None and inputs.dynamic else x

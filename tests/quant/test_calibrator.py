@@ -24,7 +24,9 @@ KINDS = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "gpt-oss", "gpt-oss
 Models = Callable[[str], Path]
 
 
-def calibrate(model: Path, output: Path, progress=iter, *, resume=False, **settings) -> Summary:
+def calibrate(
+    model: Path, output: Path, progress=lambda items, _: items, *, resume=False, **settings
+) -> Summary:
     options = RunOptions(model, output, resume=resume, max_shard_bytes=60_000)
     return Run(make_recipe(settings), options).execute(progress)
 
@@ -208,7 +210,7 @@ class Stop(Exception):
 
 
 def stop_after(count: int) -> Callable[[Iterable], Iterator]:
-    def progress(steps: Iterable) -> Iterator:
+    def progress(steps: Iterable, _: str) -> Iterator:
         for number, step in enumerate(steps):
             if number == count:
                 raise Stop
@@ -242,7 +244,7 @@ import os, signal
 from pathlib import Path
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.recipe import make_recipe
-def progress(steps):
+def progress(steps, _):
     for number, step in enumerate(steps):
         if number == 20:
             os.kill(os.getpid(), signal.SIGKILL)
