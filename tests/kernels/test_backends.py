@@ -131,6 +131,24 @@ def test_backends_agree(operation, backend, case, device):
             assert error <= TOLERANCE.get(kind, 0.0), f"relative error {error}"
 
 
+@pytest.mark.parametrize("backend", [b for b in available_backends() if b != "torch"])
+def test_a_pipeline_agrees(backend, device):
+    """Norm and rotation, gated MLP, FP8 product: errors do not build up from one to the next."""
+    if backend == "cuda":
+        pytest.skip("nobody ships a compiled gated MLP")
+    x, *rest = on(device, norm_rope())
+    gate, up = (0.1 * randn(96, 256, seed=s).to(device) for s in (1, 2))
+    down, down_scale = (t.to(device) for t in weight(48, 96))
+    results = []
+    for runner in (KernelRunner("torch"), KernelRunner(backend)):
+        y = runner.run("rmsnorm_rope", x, *rest)
+        y = runner.run("gated_mlp", y, gate, up, None, None, "silu", "gate")
+        q, scale = get_kernel("torch", "quantize_fp8")(y.view(-1, 96), None, "token")
+        results.append(runner.run("fp8_gemm", q, down, scale, down_scale, None, BF16).double())
+    expected, actual = results
+    assert (actual - expected).norm() / expected.norm() < 0.02
+
+
 def test_every_shared_operation_has_cases():
     """Here, or in the test file of its own subject."""
     assert {*cuda.OPERATIONS, *tilelang.OPERATIONS} <= CASES.keys()
