@@ -31,9 +31,11 @@ def register_all() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from oss_fused.plugin.build_info import register_build_info
     from oss_fused.plugin.config import OssFp8Config
     from oss_fused.plugin.monitor_metrics import interval, register_collector, share_folder
 
+    register_build_info()
     if interval():
         share_folder()
         register_collector()

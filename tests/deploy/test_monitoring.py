@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""Prometheus scrapes a real server: every query has data; alerts are right and documented."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from oss_fused.bench import processes
+from oss_fused.bench.compare import CPU_ENVIRONMENT
+from oss_fused.bench.server import Server, free_port
+from tests.plugin.conftest import build, calibrate
+
+ROOT = Path(__file__).resolve().parents[2]
+MONITORING = ROOT / "deploy/monitoring"
+DASHBOARD = MONITORING / "grafana/dashboards/oss-fused.json"
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("promtool") and shutil.which("prometheus")),
+    reason="needs Prometheus: apt-get install prometheus",
+)
+
+
+def rules(kind: str) -> list[dict]:
+    files = sorted((MONITORING / "rules").glob("*.yml"))
+    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"] if kind in rule]
+
+
+def queries() -> list[str]:
+    """Every expression: of panels, of recording rules, and of alerts without their threshold."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    exprs = [target["expr"] for panel in panels for target in panel["targets"]]
+    exprs += [rule["expr"] for rule in rules("record")]
+    for rule in rules("alert"):
+        figure = re.fullmatch(r"(.+) (>|<|==) [\d.e]+", rule["expr"])
+        assert figure, f"{rule['alert']}: expected figure, comparison, number"
+        exprs.append(figure[1])
+    # the test's scrapes last seconds
+    exprs = [expr.replace("$model", ".*").replace("$__rate_interval", "30s") for expr in exprs]
+    return [re.sub(r"\[\d+[smh]\]", "[30s]", expr) for expr in exprs]
+
+
+def test_every_alert_is_documented_and_tested() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    anchors = {
+        f"docs/operations.md#{title.lower()}" for title in re.findall(r"^### (\w+)", page, re.M)
+    }
+    cases = {
+        case["name"]
+        for case in yaml.safe_load((MONITORING / "rules.test.yml").read_text())["tests"]
+    }
+    for rule in rules("alert"):
+        assert rule["annotations"]["runbook_url"] in anchors, rule["alert"]
+        assert rule["annotations"]["runbook_url"].endswith(f"#{rule['alert'].lower()}")
+        assert rule["annotations"]["summary"] and rule["labels"]["severity"]
+        assert rule["alert"] in cases, "promtool has no case that makes it fire"
+    assert len(anchors) == len(rules("alert")), "an entry without an alert"
+
+
+def test_provisioning_fits_together() -> None:
+    source = yaml.safe_load(
+        (MONITORING / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    )["datasources"][0]
+    dashboard = json.loads(DASHBOARD.read_text())
+    for panel in dashboard["panels"]:
+        assert panel["datasource"]["uid"] == source["uid"] and panel["targets"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+@needs_prometheus
+def test_promtool_finds_no_fault() -> None:
+    for command in (
+        ["check", "rules", "rules/alerts.yml", "rules/recording.yml"],
+        ["check", "config", "prometheus.yml"],
+        ["test", "rules", "rules.test.yml"],
+    ):
+        done = subprocess.run(
+            ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ask(port: int, expr: str) -> list:
+    text = urllib.parse.urlencode({"query": expr})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{text}", timeout=10) as r:
+        return json.load(r)["data"]["result"]
+
+
+@needs_prometheus
+@pytest.mark.serve
+def test_every_query_has_data(tmp_path) -> None:
+    model = calibrate(build(tmp_path / "model", "llama"))
+    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    flags = ["--skip-tokenizer-init", "--max-model-len", "64", "--enforce-eager"]
+    with Server("tiny", str(model), flags, tmp_path / "log", environment) as server:
+        config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(MONITORING / "rules/*.yml")]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+        port = free_port()
+        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
+        command += [
+            f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
+        server.wait_until_healthy()
+        with (tmp_path / "prometheus.log").open("wb") as log:
+            prometheus = processes.start(command, log, os.environ)
+        try:
+            pending = queries()
+            deadline = time.monotonic() + 60
+            while pending and time.monotonic() < deadline:
+                body = {"prompt": [3, 17, 42], "max_tokens": 4, "temperature": 0}
+                server._post("/v1/completions", body | {"model": "tiny", "detokenize": False})
+                time.sleep(1)
+                try:
+                    pending = [expr for expr in pending if not ask(port, expr)]
+                except OSError:
+                    continue  # not up yet
+        finally:
+            processes.stop(prometheus)
+    assert not pending, "\n".join(pending)
