@@ -252,8 +252,17 @@ class BenchmarkSuite:
             time_calls, calls[0], device=self.device
         )
         if self.device.type == "cuda" and self.graphs:
-            sampler = functools.partial(time_replays, calls, device=self.device)
+            sampler = functools.partial(self._replays, calls)
         return collect(sampler, self.benchmark_runs, max_rounds=3)
+
+    def _replays(self, calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+        try:
+            return time_replays(calls, repeats, self.device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}; a function that no CUDA graph can capture is timed call by call with "
+                "BenchmarkSuite(graphs=False)"
+            ) from error
 
     def _energy(self, function: Implementation, problem: Problem) -> float | None:
         if not self.energy:

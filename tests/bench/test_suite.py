@@ -197,6 +197,18 @@ def test_energy_gives_work_per_joule():
     assert "GOPS/W" in suite.generate_report()
 
 
+@pytest.mark.gpu
+def test_what_cannot_be_captured_says_how_to_time_it():
+    def waits(x, gate_weight, up_weight, activation):
+        torch.cuda.synchronize()
+        return fused_gated_mlp(x, gate_weight, up_weight, activation)
+
+    for graphs, status in ((True, "failed"), (False, "ok")):
+        suite = BenchmarkSuite(1, 20, compile_baseline=False, graphs=graphs)
+        (row,) = suite.benchmark("gated_mlp", [MLP], {"waits": waits})
+        assert row.status == status and ("graphs=False" in row.message) is graphs
+
+
 def test_unknown_backend_is_named():
     with pytest.raises(BackendUnavailableError, match="fortran"):
         BenchmarkSuite(device="cpu", backends=("fortran",)).benchmark_fp8_gemm([(8, 64, 64)])
