@@ -8,7 +8,7 @@ machine's fingerprint), kernels.md and kernels.png to --output and prints one li
     python scripts/bench_kernels.py --output docs/results/h200 \
         --summary docs/results/h200/summary.json
     python scripts/bench_kernels.py --groups gemm_small --contains "M=1 " --output /tmp/kernels
-    python scripts/bench_kernels.py --from-json kernels.json --output docs/results/h200
+    python scripts/bench_kernels.py --from-json earlier.json later.json --output docs/results/h200
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--vllm-library", type=Path, help="path of vLLM's _C_stable_libtorch.abi3.so"
     )
     parser.add_argument("--compile-jobs", type=int, default=min(os.cpu_count() or 1, 12))
-    parser.add_argument("--from-json", type=Path, help="render an earlier kernels.json again")
+    parser.add_argument(
+        "--from-json",
+        type=Path,
+        nargs="+",
+        help="render earlier kernels.json again; of several, a later one's rows replace",
+    )
     parser.add_argument("--compile-share", help=argparse.SUPPRESS)
     return parser
 
@@ -50,10 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     from oss_fused.errors import OssFusedError
 
     if arguments.from_json:
-        if not arguments.from_json.is_file() or not arguments.output:
-            parser.error(f"--from-json {arguments.from_json}: expected a file, and --output")
-        report = json.loads(arguments.from_json.read_text())
-        report["figures"] = kernels.figures(report["results"])
+        missing = [path for path in arguments.from_json if not path.is_file()]
+        if missing or not arguments.output:
+            parser.error(
+                f"--from-json {' '.join(map(str, missing or arguments.from_json))}: "
+                "expected files, and --output"
+            )
+        report = kernels.merged([json.loads(path.read_text()) for path in arguments.from_json])
         kernel_report.write(report, arguments.output, arguments.summary)
         return 0
     unknown = set(arguments.groups) - set(kernels.groups())

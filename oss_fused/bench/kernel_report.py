@@ -38,6 +38,11 @@ def markdown(report: Mapping[str, Any]) -> str:
         "Our kernels use programmatic dependent launch, so that replays of one kernel overlap at "
         "their ends. Speed-up is over the fastest baseline.\n"
     )
+    runs = report.get("runs", [])
+    if len(runs) > 1:
+        method += (
+            f"\nRows of {len(runs)} runs, the later in place of the earlier: {', '.join(runs)}.\n"
+        )
     parts = [
         "# Kernels\n",
         f"{describe(report['environment'])}\n",

@@ -90,6 +90,21 @@ def run(cases: Iterable[Case]) -> dict[str, Any]:
     }
 
 
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report: a case measured again replaces its earlier row, new cases follow.
+
+    The environment and the copy bandwidth are the last report's; "runs" lists the time of each.
+    """
+    rows = {row["name"]: row for report in reports for row in report["results"]}
+    runs = [run for report in reports for run in report.get("runs", [_time(report)])]
+    results = list(rows.values())
+    return {**reports[-1], "results": results, "figures": figures(results), "runs": runs}
+
+
+def _time(report: dict[str, Any]) -> str:
+    return str(report["environment"]["timestamp"])
+
+
 def _measure(case: Case, bandwidth: float) -> dict[str, Any]:
     prepared = case.prepare()
     error = prepared.error()

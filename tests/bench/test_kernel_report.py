@@ -70,6 +70,29 @@ def test_report_files(tmp_path):
     assert summary["kernels.gemm_small.speedup_min"] == {"value": 2.0, "file": "kernels.json"}
 
 
+def test_a_later_run_replaces_rows(tmp_path):
+    environment = {"gpus": [], "cpu": "x", "cpu_count": 1, "versions": {}, "commit": None}
+    reports = [
+        {
+            "environment": {**environment, "timestamp": time},
+            "copy_bandwidth": 4e12,
+            "results": rows,
+            "figures": {},
+        }
+        for time, rows in (
+            ("first", ROWS[:3]),
+            ("second", [row("gemm_small", 2.5, {"cutlass": 10.0}, M=1, K=64, N=64)]),
+        )
+    ]
+    merged = kernels.merged([kernels.merged(reports[:1]), reports[1]])
+    assert len(merged["results"]) == 3
+    assert merged["figures"]["kernels.gemm_small.speedup_min"] == pytest.approx(4.0)
+    assert merged["figures"]["kernels.norm_quant.bandwidth_min"] == pytest.approx(0.9)
+    assert "Rows of 2 runs" in kernel_report.markdown(merged) and "first, second" in (
+        kernel_report.markdown(merged)
+    )
+
+
 def test_cases_are_named_apart():
     names = [case.name for case in kernels.select()]
     assert len(names) == len(set(names)) > 100
