@@ -20,13 +20,14 @@ from typing import Any
 GROUPS = ("norms", "projections", "attention", "router", "experts", "mlp", "head", "other")
 _NAMES: tuple[tuple[str, str], ...] = (
     ("sampling", r"argmax|gumbel|sampl|top_?p_"),
-    ("router", r"topk|_route|_place_kernel|_encode_kernel|bitmatrix|histogram|align_block|sort"),
+    ("norms", r"reshape_and_cache"),
+    ("router", r"router|combined_routing|topk|_route|_place_kernel|_encode_kernel|bitmatrix|sort"),
     ("experts", r"matmul_ogs|_gate_up|_down_kernel|_combine_kernel|moe|marlin|_reduce_grouped"),
     ("mlp", r"gated_mlp|act_mul|act_and_mul|silu"),
     ("projections", r"qkv|o_proj"),
     ("attention", r"attention|flash|fmha|varlen|fwdcombine|reduce_segments"),
     ("product", r"nvjet|gemm|gemv|splitk|cublas|cutlass|_mm"),
-    ("norms", r"norm|rope|rotary|reshape_and_cache|quant|triton_(red|per|poi)_fused"),
+    ("norms", r"norm|rope|rotary|quant|triton_(red|per|poi)_fused"),
 )
 _PATTERNS = tuple((kind, re.compile(text, re.IGNORECASE)) for kind, text in _NAMES)
 # the second kernel of a product whose K is split

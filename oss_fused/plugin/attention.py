@@ -10,7 +10,6 @@ batch by batch. OSS_FUSED_ATTENTION=vllm turns it off.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ class OssAttentionImpl(FlashAttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile the kernel for every number of splits, so that no request waits for it."""
         super().process_weights_after_loading(act_dtype)
+        # memory that a sleeping engine gave back holds anything when it wakes and reloads
+        self.arrivals.zero_()
         _warm_up(self, act_dtype)
         if self.rope is not None:
             self.rope.warm_up(act_dtype, self.max_rows)
@@ -106,6 +107,7 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     # a decode step has one token a sequence; CUDA graphs pad it, at most to this many
     rows = vllm_config.scheduler_config.max_num_batched_tokens
     device = next(model.parameters()).device
+    arrivals: dict[int, torch.Tensor] = {}
     for layer in model.modules():
         if not isinstance(layer, Attention) or not _fits(layer.impl):
             continue
@@ -113,7 +115,11 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
             continue
         layer.impl.__class__ = OssAttentionImpl
         layer.impl.max_rows = rows
-        layer.impl.arrivals = _arrivals(device, rows * layer.impl.num_kv_heads)
+        # one buffer for all layers: their launches follow one another on one stream
+        size = rows * layer.impl.num_kv_heads
+        if size not in arrivals:
+            arrivals[size] = torch.zeros(size, dtype=torch.int32, device=device)
+        layer.impl.arrivals = arrivals[size]
 
 
 def _fits(impl: Any) -> bool:
@@ -132,12 +138,6 @@ def _flash_is_faster(impl: Any, max_model_len: int) -> bool:
     # from about 1024 positions on. Which of them a step has is not known in a CUDA graph
     large = is_quantized_kv_cache(impl.kv_cache_dtype) and impl.head_size > 64
     return large and max_model_len > _SHORT
-
-
-@functools.cache
-def _arrivals(device: torch.device, size: int) -> torch.Tensor:
-    # one buffer for all layers: their launches follow one another on one stream
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 _warm: set[tuple[object, ...]] = set()

@@ -267,6 +267,15 @@ def reference_logprobs(
         return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+}
+
+
 class Engine:
     """vllm.LLM in this process."""
 
@@ -275,10 +284,7 @@ class Engine:
 
         self.llm = LLM(
             model=str(folder),
-            skip_tokenizer_init=True,
-            max_model_len=64,
-            max_num_seqs=4,
-            **({"enforce_eager": True, "dtype": "bfloat16"} | options),
+            **(DEFAULTS | options),
         )
 
     def generate(self, prompt: list[int] | None = None) -> tuple[list[int], list[float]]:
