@@ -166,7 +166,8 @@ def measure(
     bandwidth: float,
 ) -> dict[str, Any]:
     """One batch: error against the reference, microseconds by part, baselines."""
-    from oss_fused.kernels.triton import moe, router
+    from oss_fused.kernels.triton import moe
+    from oss_fused.kernels.triton.launch import runs_gluon
 
     ours = get_kernel("triton", "moe_mxfp4")
     options = (None, "swigluoai", 0 if fp8 else -1)
@@ -179,14 +180,14 @@ def measure(
         "error": error,
         "passed": error <= (FP8_ERROR if fp8 else EXACT_ERROR),
     }
-    config = moe.choose_config(tokens * TOP_K, experts, fp8)
+    config = moe.choose_config(tokens * TOP_K, experts, fp8, runs_gluon(torch.device("cuda")))
     levels = 1 if fp8 else 2
-    y_dtype = torch.bfloat16 if fp8 else torch.float32
+    y_dtype = torch.bfloat16 if fp8 or config.large else torch.float32
     repeats = max(1, min(6, 512 // tokens))
 
     def routed(i: int) -> Any:
         x, logits = sets[i]
-        return router.route(logits, TOP_K, True, None, experts, config.rows, x, levels)
+        return moe.encode(x, logits, TOP_K, True, None, experts, levels, config)
 
     def gate_up(i: int) -> torch.Tensor:
         packed, bias = weights[i].packed13, weights[i].w13_bias

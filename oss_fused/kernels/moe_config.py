@@ -27,21 +27,25 @@ class Tile:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Tokens of a tile, how the two products run, and whether sums are promoted to float32."""
+    """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
+    whether the kernels for many tokens run where there are such.
+    """
 
     rows: int
     gate_up: Tile
     down: Tile
     promote: bool
+    large: bool = False
 
 
-def choose_config(pairs: int, experts: int, fp8: bool) -> MoEConfig:
+def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> MoEConfig:
     """Tiles for a batch, from the mean number of pairs an expert gets.
 
     Args:
         pairs: T * top_k.
         experts: of this rank.
         fp8: FP8 activations, one level instead of two.
+        gluon: the device runs the kernels for many tokens.
     """
     mean = pairs / experts
     narrow, wide = Tile(1, 1, 3), Tile(2, 1, 3)

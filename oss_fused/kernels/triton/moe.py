@@ -9,7 +9,7 @@ import triton.language as tl
 
 from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.reference.moe import check_moe, check_mxfp4, uses_fp8_activations
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.triton.router import Routing, encode_rows, route
@@ -79,17 +79,37 @@ def moe_mxfp4(
     experts, rows13, _ = w13.shape
     fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
     if config is None:
-        config = choose_config(tokens * top_k, experts, fp8)
+        gluon = activation == "swigluoai" and runs_gluon(x.device)
+        config = choose_config(tokens * top_k, experts, fp8, gluon)
     levels = 1 if fp8 else 2
-    routing = route(router_logits, top_k, renormalize, expert_map, experts, config.rows, x, levels)
+    routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
     act, act_scale = gate_up(
         routing, w13, w13_scale, w13_bias, hidden, top_k, activation, x.dtype, levels, config
     )
-    y = down(
-        routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2,
-        torch.bfloat16 if fp8 else torch.float32, config,
-    )  # fmt: skip
+    y_dtype = x.dtype if fp8 or config.large else torch.float32
+    y = down(routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config)
     return combine(routing, y, out)
+
+
+def encode(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    levels: int,
+    config: MoEConfig,
+) -> Routing:
+    """Routing, and x as codes: a row a token, for many tokens one for each sorted pair."""
+    given = None if config.large else x
+    routing = route(
+        router_logits, top_k, renormalize, expert_map, experts, config.rows, given, levels
+    )
+    if config.large:
+        codes, scale = encode_rows(x.contiguous(), levels, order=routing.order)
+        routing = routing._replace(codes=codes, scale=scale)
+    return routing
 
 
 def gate_up(
@@ -115,6 +135,12 @@ def gate_up(
     else:
         shape = (pairs, levels, padded)
         act = torch.empty(shape, dtype=torch.float8_e4m3fn, device=w13.device)
+    if config.large:
+        from oss_fused.kernels.triton.moe_large import large_product
+
+        codes = (routing.codes, routing.scale)
+        large_product(*codes, w13, w13_scale, w13_bias, act, routing, hidden, dtype, config.rows)
+        return act, None
     options = _tile_options(config.gate_up, rows // 64)
     _gate_up_kernel[(triton.cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
         routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
@@ -143,6 +169,11 @@ def down(
     pairs, levels, padded = act.shape
     hidden = w2.shape[1]
     y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
+    if config.large:
+        from oss_fused.kernels.triton.moe_large import large_product
+
+        large_product(act, None, w2, w2_scale, w2_bias, y[0], routing, inter, y_dtype, config.rows)
+        return y
     options = _tile_options(config.down, hidden // 64)
     units = triton.cdiv(hidden // 64, options["GROUPS"])
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](

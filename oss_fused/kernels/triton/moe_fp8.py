@@ -34,7 +34,8 @@ def _products(
     for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
         # the columns that a row lacks are zeros, on both sides
         mask = row_mask[:, None] & (k < K - step * 128)[None, :]
-        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+        policy: tl.constexpr = "evict_first" if ROWS <= 32 else ""
+        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy=policy)
         tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
         acc = dot_tile(w, tokens.T, acc, PROMOTE)
         w_ptrs += 128

@@ -16,7 +16,7 @@ import triton.language as tl
 from oss_fused.kernels.triton.launch import start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_tile import (
     activation_position,
-    dot_tile,
+    dot_unpacked,
     group_row,
     row_scale,
     unpack_weights,
@@ -70,7 +70,7 @@ def _add_chunk(
     s = tl.load(s_ptrs + AT * 64)
     x_ptrs = x_base[:, None] + AT * 128 + tl.arange(0, 128)[None, :]
     tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-    return dot_tile(unpack_weights(w, s, GROUPS, 1, WARPGROUPS), tokens.T, acc, PROMOTE)
+    return dot_unpacked(unpack_weights(w, s, GROUPS, 1, WARPGROUPS), tokens.T, acc, PROMOTE)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _only_step(
         x_base[:, None] + k[None, :], mask=x_mask[:, None] & (k < KP)[None, :], other=0.0
     )
     acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
-    acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
+    acc = dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
     return _add_levels(acc, ROWS, LEVELS)
 
 
@@ -127,7 +127,7 @@ def _products(
         w = tl.load(w_ptrs, eviction_policy="evict_first" if ROWS <= 32 else "")
         s = tl.load(s_ptrs)
         tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-        acc = dot_tile(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
+        acc = dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
         w_ptrs += 4096 * DEPTH
         s_ptrs += 64 * DEPTH
         x_ptrs += 128 * DEPTH

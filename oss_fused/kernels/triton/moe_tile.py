@@ -20,11 +20,10 @@ import triton.language as tl
 from oss_fused.kernels.triton.numerics import INTERPRETED, from_fp8
 
 # e4m3 codes of 2^-5 * (0, 0.5, 1, 1.5) and of 2^-5 * (2, 3, 4, 6), lowest byte first
-_TABLE_LOW = tl.constexpr(0x14100800)
-_TABLE_HIGH = tl.constexpr(0x24201C18)
+UNPACK_TABLE = tl.constexpr((0x14100800, 0x24201C18))
 
 # $2: eight nibbles; $3, $7: the table (each given four times, once per packed byte)
-_UNPACK_ASM = tl.constexpr(
+UNPACK_ASM = tl.constexpr(
     """
     {
     .reg .b32 sel, mag, neg;
@@ -98,20 +97,20 @@ def unpack_weights(
         magnitude = (word[:, :, :, None] >> (4 * value)[None, None, None, :]) & 7
         sign_bit = tl.where(value < 4, 8 * value + 7, 8 * value - 29)
         sign = (word[:, :, :, None] >> sign_bit[None, None, None, :]) & 1
-        table = tl.where(magnitude < 4, _TABLE_LOW, _TABLE_HIGH) >> (8 * (magnitude & 3))
+        table = tl.where(magnitude < 4, UNPACK_TABLE[0], UNPACK_TABLE[1]) >> (8 * (magnitude & 3))
         code = (table & 255) + step.reshape(ROWS * DEPTH, 4)[:, None, :, None]
         code = tl.where(magnitude == 0, 0, code) | (sign << 7)
         # [row, word, block, half, byte] -> [row, word, half, block, byte]
         code = code.reshape(ROWS * DEPTH, 4, 4, 2, 4).permute(0, 1, 3, 2, 4)
         return code.reshape(ROWS, 128 * DEPTH).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
-        low = (_TABLE_LOW + step * 0x01010100)[:, :, None, :, None]
-        high = (_TABLE_HIGH + step * 0x01010101)[:, :, None, :, None]
+        low = (UNPACK_TABLE[0] + step * 0x01010100)[:, :, None, :, None]
+        high = (UNPACK_TABLE[1] + step * 0x01010101)[:, :, None, :, None]
         weight = weight.reshape(ROWS, DEPTH, 4, 4, 4)
         low, weight = tl.broadcast(low, weight)
         high, weight = tl.broadcast(high, weight)
         first, second = tl.inline_asm_elementwise(
-            _UNPACK_ASM,
+            UNPACK_ASM,
             "=r,=r,r,r,r,r,r,r,r,r,r",
             [weight, low, high],
             dtype=(tl.uint8, tl.uint8),
@@ -135,3 +134,14 @@ def dot_tile(weight, tokens, acc, PROMOTE: tl.constexpr):
         return acc + tl.dot(weight, tokens, max_num_imprecise_acc=weight.shape[1])
     else:
         return tl.dot(weight, tokens, acc)
+
+
+@triton.jit
+def dot_unpacked(weight, tokens, acc, PROMOTE: tl.constexpr):
+    """``dot_tile`` of weights that were unpacked into registers."""
+    acc = dot_tile(weight, tokens, acc, PROMOTE)
+    if not (INTERPRETED or PROMOTE):
+        # The next weights take the registers that the tensor cores still read. Triton 3.6 goes on
+        # to unpack them before this product has finished; an empty use of the sum makes it wait.
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc

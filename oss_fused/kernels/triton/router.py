@@ -134,12 +134,12 @@ def _list_tiles(
 
 @triton.jit
 def _encode_row(
-    x, codes, scale, row, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    x, source, codes, scale, row, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
     LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scale of one row of x; see moe_gemm for what LEVELS means."""
+    """Codes and scale ``row`` of x's row ``source``; see moe_gemm for what LEVELS means."""
     column = tl.arange(0, BLOCK)
-    value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
+    value = tl.load(x + source.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
     amax = tl.max(magnitude_bits(value), 0)
     position = activation_position(column) if PERMUTE else column
     target = codes + row.to(tl.int64) * (LEVELS * HP) + position
@@ -196,7 +196,7 @@ def _route_kernel(
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
     if x is not None:
         if pid >= blocks:
-            _encode_row(x, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
+            _encode_row(x, pid - blocks, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
         else:
             _route_block(
                 pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens,
@@ -242,31 +242,43 @@ def _place_kernel(
         _list_tiles(total, start, tiles, n_tiles, EP, ROWS, 64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _encode_kernel(
-    x, codes, scale, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
-    PERMUTE: tl.constexpr,
+    x, order, codes, scale, n_rows, TOP_K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
     start_next()
     wait_for_inputs()
-    _encode_row(x, codes, scale, tl.program_id(0), H, HP, BLOCK, LEVELS, PERMUTE)
+    row = tl.program_id(0)
+    source = row
+    if order is not None:
+        pair = tl.load(order + row)
+        # behind the pairs that are computed here order is not written
+        source = tl.where((pair >= 0) & (pair < n_rows), pair // TOP_K, 0)
+    _encode_row(x, source, codes, scale, row, H, HP, BLOCK, LEVELS, PERMUTE)
 
 
 def encode_rows(
-    x: torch.Tensor, levels: int, permute: bool = True
+    x: torch.Tensor,
+    levels: int,
+    permute: bool = True,
+    order: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
 
-    ``permute`` puts the columns into the order of moe_tile.
+    ``permute`` puts the columns into the order of moe_tile; ``order`` [P] of a Routing gives a
+    row for each of its pairs, in that order, from a row of x for each token.
     """
-    rows, width = x.shape
+    tokens, width = x.shape
+    rows = tokens if order is None else order.shape[0]
     padded = -(-width // 128) * 128
     codes = torch.empty(rows, levels, padded, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         _encode_kernel[(rows,)](
-            x, codes, scale, H=width, HP=padded, BLOCK=triton.next_power_of_2(padded),
-            LEVELS=levels, PERMUTE=permute, num_warps=4, **pdl_options(x.device),
+            x, order, codes, scale, rows, TOP_K=rows // tokens, H=width, HP=padded,
+            BLOCK=triton.next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+            **pdl_options(x.device),
         )  # fmt: skip
     return codes, scale
 
