@@ -23,8 +23,8 @@ from oss_fused.bench.soak_requests import KINDS, Target, WrongAnswer, greedy
 from oss_fused.errors import ServerError
 
 _SAMPLE_SECONDS = 5.0
-# a request that takes longer is an error: nothing here asks for more than 200 tokens
-_PATIENCE_SECONDS = 300.0
+# a request that takes longer is an error; generous for a CPU that others use as well
+_PATIENCE_SECONDS = 900.0
 _DRAIN_SECONDS = 30.0
 
 

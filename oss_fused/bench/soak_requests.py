@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 WORDS = "the river runs past an old mill where seven painters live and sell their work in spring"
 SCHEMA = {
     "type": "object",
@@ -55,8 +54,8 @@ def short(target: Target, chance: random.Random) -> None:
 
 
 def long(target: Target, chance: random.Random) -> None:
-    """A prompt of about half the context."""
-    prompt = _prompt(chance, target.max_model_len // 4)
+    """A prompt of up to half the context: no token is shorter than a character."""
+    prompt = _prompt(chance, target.max_model_len)[: target.max_model_len // 2]
     _text(_good(target.post(COMPLETIONS, prompt=prompt, max_tokens=48)))
 
 
@@ -101,10 +100,11 @@ def too_long(target: Target, chance: random.Random) -> None:
 
 def guided(target: Target, chance: random.Random) -> None:
     """JSON by schema."""
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    messages = [{"role": "user", "content": _prompt(chance, 12)}]
-    answer = _good(target.post(CHAT, messages=messages, max_tokens=64, response_format=form))
-    value = json.loads(answer["choices"][0]["message"]["content"])
+    # a weak model would fill the answer with blanks
+    form = {"json": SCHEMA, "disable_any_whitespace": True}
+    body = {"prompt": _prompt(chance, 12), "max_tokens": 64, "structured_outputs": form}
+    answer = _good(target.post(COMPLETIONS, **body))
+    value = json.loads(answer["choices"][0]["text"])
     if set(value) != {"city", "rank"} or value["city"] not in ("Paris", "Rome"):
         raise WrongAnswer(f"{value} does not fit the schema")
 

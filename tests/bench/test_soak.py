@@ -18,7 +18,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     """A server that does everything right."""
     try:
         body = json.loads(request.content)
-        prompt = body.get("prompt") or body["messages"][0]["content"]
+        prompt = body["prompt"]
         good = body["model"] == "m" and isinstance(prompt, str)
         good = good and isinstance(body["max_tokens"], int) and body.get("temperature", 0) >= 0
     except (ValueError, KeyError):
@@ -28,8 +28,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     if body.get("stream"):
         return httpx.Response(200, text="data: {}\n\ndata: {}\n\ndata: [DONE]\n\n")
     choice = {
-        "text": " x",
-        "message": {"content": '{"city": "Rome", "rank": 1}'},
+        "text": '{"city": "Rome", "rank": 1}',
         "logprobs": {"token_logprobs": [-0.5]},
     }
     choices = [choice] * body.get("n", 1)
