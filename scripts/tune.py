@@ -59,6 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--exhaustive", action="store_true", help="try every config")
     parser.add_argument("--warmup-runs", type=int, default=10)
     parser.add_argument("--benchmark-runs", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=8, help="threads that compile ahead")
     parser.add_argument("--memory", type=float, default=0.0, help="weight of peak memory")
     parser.add_argument("--energy", type=float, default=0.0, help="weight of NVML energy")
     parser.add_argument("--output", type=Path, help="JSON of configs, metrics and gains")
@@ -105,6 +106,7 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
         cache=cache,
         accumulators=target.accumulators,
         exhaustive=args.exhaustive,
+        compile_workers=args.workers,
         progress=sys.stderr.isatty(),
     )
     device = torch.device(args.device)
