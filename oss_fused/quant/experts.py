@@ -16,17 +16,25 @@ from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
 
 Rounded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 _NONE: Rounded = {}
+_CPU = torch.device("cpu")
 PARTS = (("gate_up_proj", "w13"), ("down_proj", "w2"))
 
 
-def read_expert(reader: CheckpointReader, module: str, part: str, expert: int) -> torch.Tensor:
+def read_expert(
+    reader: CheckpointReader,
+    module: str,
+    part: str,
+    expert: int,
+    device: torch.device = _CPU,
+) -> torch.Tensor:
     """Weight [outputs, inputs] of one expert; exact in the dtype it comes in (bf16 for MXFP4)."""
     prefix = f"{module}.{part}"
     if f"{prefix}_blocks" in reader:
         return unpack_mxfp4(
-            reader.read(f"{prefix}_blocks", expert), reader.read(f"{prefix}_scales", expert)
+            reader.read(f"{prefix}_blocks", expert).to(device),
+            reader.read(f"{prefix}_scales", expert).to(device),
         )
-    return reader.read(prefix, expert).t().contiguous()
+    return reader.read(prefix, expert).to(device).t().contiguous()
 
 
 def expert_to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,10 +19,10 @@ import torch
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
-from oss_fused.quant.formats import dequantize, fake_quantize
+from oss_fused.quant.formats import dequantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.recipe import KEEP, Override
-from oss_fused.quant.runner import LayerRunner
+from oss_fused.quant.runner import LayerRunner, RoundedInput
 from oss_fused.quant.scheme import W8A16, QuantizationScheme
 from oss_fused.quant.sensitivity import Harm, Track, measure_harms
 
@@ -101,10 +101,12 @@ class PolicySearch:
             layer = runner.load(index)
             linears = runner.linears(layer, index)
             for mix, hidden in zip([None, *mixes], states):
-                restore = []
+                restore, rounded = [], RoundedInput()
                 for name, module in linears.items():
                     kind = "bf16" if mix is None else mix.get(name, "bf16")
-                    restore.append(self._apply(module, name, kind == "fp8", kind != "bf16"))
+                    restore.append(
+                        self._apply(module, name, kind == "fp8", kind != "bf16", rounded)
+                    )
                 hidden[:] = [runner.forward(layer, index, x).cpu() for x in hidden]
                 for undo in restore:
                     undo()
@@ -161,7 +163,9 @@ class PolicySearch:
         )
         return Outcome(size["w8a16"] + size["bf16"], size["bf16"], factor, overrides)
 
-    def _apply(self, module: Any, name: str, inputs: bool, weights: bool) -> Any:
+    def _apply(
+        self, module: Any, name: str, inputs: bool, weights: bool, rounded: RoundedInput
+    ) -> Any:
         """Quantise a linear's input or weight; returns what undoes it."""
         exact_weight, exact_forward = module.weight.data, module.forward
         if name in self.schemes:
@@ -169,7 +173,7 @@ class PolicySearch:
                 codes, scale = self.quantised[name]
                 module.weight.data = dequantize(codes, scale).to(self.device)
             if inputs and self.schemes[name].input_activations is not None:
-                module.forward = lambda x: exact_forward(fake_quantize(x))
+                module.forward = lambda x: exact_forward(rounded(x))
 
         def undo() -> None:
             module.weight.data = exact_weight

@@ -55,12 +55,15 @@ class LayerRunner:
         for name in layer.state_dict():
             full = f"{prefix}.{name}"
             if full in self.reader:
-                state[name] = self.reader.read(full).float()
+                state[name] = self.reader.read(full).to(self.device).float()
                 continue
             module, _, part = full.rpartition(".")
             count = self.config.num_local_experts
-            matrices = [read_expert(self.reader, module, part, e).float().t() for e in range(count)]
-            state[name] = torch.stack(matrices)
+            for expert in range(count):
+                matrix = read_expert(self.reader, module, part, expert, self.device).t()
+                if expert == 0:
+                    state[name] = torch.empty(count, *matrix.shape, device=self.device)
+                state[name][expert] = matrix
         layer.load_state_dict(state, assign=True)
         return layer.to(self.device)
 
@@ -121,13 +124,32 @@ class LayerRunner:
         return self._arguments[length]
 
 
+class RoundedInput:
+    """Rounds inputs as the FP8 kernels do; linears that read the same tensor share the work."""
+
+    def __init__(self) -> None:
+        """Start with nothing to share."""
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., K] rounded with a scale per token."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, fake_quantize(x))
+        return self._last[1]
+
+
 def quantise_input(
-    module: Any, scheme: QuantizationScheme, input_scale: torch.Tensor | None
+    module: Any,
+    scheme: QuantizationScheme,
+    input_scale: torch.Tensor | None,
+    rounded: RoundedInput,
 ) -> None:
     """Make ``module`` see its input as the FP8 kernel does; nothing for 16-bit activations."""
     if scheme.input_activations is None:
         return
-    strategy = scheme.input_activations.strategy
-    scale = None if input_scale is None else input_scale.to(module.weight.device)
     exact = module.forward
-    module.forward = lambda x: exact(fake_quantize(x, strategy, scale))
+    if input_scale is None:
+        module.forward = lambda x: exact(rounded(x))
+    else:
+        scale = input_scale.to(module.weight.device)
+        module.forward = lambda x: exact(fake_quantize(x, "tensor", scale))

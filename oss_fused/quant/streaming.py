@@ -29,7 +29,7 @@ from oss_fused.quant.observers import (
 )
 from oss_fused.quant.plan import Plan
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
-from oss_fused.quant.runner import LayerRunner, quantise_input
+from oss_fused.quant.runner import LayerRunner, RoundedInput, quantise_input
 from oss_fused.quant.scheme import QuantizationScheme, siblings
 
 # samples on which a linear's output is compared with the exact one: a second GEMM each
@@ -192,7 +192,7 @@ class LayerStream:
         self, linears: dict[str, nn.Linear], findings: LayerFindings
     ) -> dict[str, tuple[OutputError, Any]]:
         """Make every chosen linear compute as it will be served."""
-        errors = {}
+        errors, rounded = {}, RoundedInput()
         for name, module in linears.items():
             scheme = self.plan.schemes[name]
             if scheme is None:
@@ -205,7 +205,7 @@ class LayerStream:
             handle = module.register_forward_hook(
                 lambda _m, inputs, output, error=error: error.see(inputs[0], output)
             )
-            quantise_input(module, scheme, input_scale)
+            quantise_input(module, scheme, input_scale, rounded)
             errors[name] = (error, handle)
         return errors
 
