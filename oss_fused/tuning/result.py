@@ -55,8 +55,15 @@ class TuningResult:
     def summary(self) -> str:
         """One line for people."""
         config = " ".join(f"{name}={value}" for name, value in self.best_config.items())
+        measured = f"{self.metrics.latency_ms:.4f} ms"
+        if self.metrics.throughput_tflops is not None:
+            measured += f", {self.metrics.throughput_tflops:.4g} TFLOP/s"
+        if self.metrics.bandwidth_gbps is not None:
+            measured += f", {self.metrics.bandwidth_gbps:.4g} GB/s"
+        if self.metrics.bandwidth_utilization is not None:
+            measured += f" ({self.metrics.bandwidth_utilization:.0%} of nominal)"
         if self.from_cache:
-            return f"{self.key}: {self.metrics.latency_ms:.4f} ms with {config} (cached)"
+            return f"{self.key}: {measured} with {config} (cached)"
         counts = ", ".join(f"{self.count(s)} {s.value}" for s in Status if self.count(s))
         gain = "" if self.gain is None else f", {100 * self.gain:+.1f} % over the default"
-        return f"{self.key}: {self.metrics.latency_ms:.4f} ms with {config}{gain} ({counts})"
+        return f"{self.key}: {measured} with {config}{gain} ({counts})"

@@ -215,3 +215,10 @@ def test_retuned_for_a_weaker_device_reaches_80_percent_of_its_best(tmp_path):
         assert simulated_gemm_ms(low, problem, on_h200.best_config) > on_low.metrics.latency_ms
     # and the cache keeps the two devices apart
     assert len(cache.entries()) == 2
+
+
+def test_summary_reports_latency_throughput_and_bandwidth_share(tmp_path):
+    problem = FP8GEMMInput(512, 512, 512)
+    result = tune_simulated(load_description("h200"), problem, TuningCache(tmp_path / "c.json"))
+    for word in (" ms,", " TFLOP/s,", " GB/s (", " of nominal) with BLOCK_M="):
+        assert word in result.summary()
