@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--shapes", nargs="+", help="names to measure (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other launches as well")
     args = parser.parse_args()
 
@@ -48,7 +49,7 @@ def main() -> int:
     largest = max(shape.position_bytes for shape in SHAPES)
     pool = make_pool(torch.device("cuda"), MAX_POSITIONS * largest)
     rows = []
-    for shape in SHAPES:
+    for shape in (shape for shape in SHAPES if shape.name in (args.shapes or [shape.name])):
         for context in args.contexts:
             for batch in args.batches:
                 # beyond its window a layer sees nothing

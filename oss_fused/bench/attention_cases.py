@@ -161,7 +161,7 @@ def candidates(case: Case) -> Iterator[Launch]:
     """Launches worth trying for a case."""
     shape = case.shape
     seen = min(case.context, shape.window or case.context)
-    for block_n, warps in ((64, 4), (128, 4), (128, 8)):
+    for block_n, warps in ((64, 2), (64, 4), (128, 4), (128, 8)):
         splits = 1
         while splits <= 64 and splits <= -(-seen // block_n):
             # as many programs as no GPU holds, or too few to fill it

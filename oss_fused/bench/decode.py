@@ -54,7 +54,7 @@ class Plan:
         rounds: how often every cell is measured on every arm.
         gpu: whether the machine has one; decides defaults.
         flags: engine flags for all arms, before an arm's own.
-        seed: of the prompts, together with round and cell.
+        seed: of the prompts.
         startup_timeout: seconds an engine has to start.
         worker: program and arguments, see decode_worker (replaced in tests).
     """
@@ -76,7 +76,8 @@ class Plan:
         # the first sequences of a large batch decode while the last ones are prefilled
         longest = max(_positions(cell) for cell in cells)
         decoding = sorted({cell.batch for cell in cells if cell.steps} | {1})
-        flags = ["--max-model-len", str(longest), "--no-enable-prefix-caching"]
+        # later batches and rounds find their prompts in the prefix cache
+        flags = ["--max-model-len", str(longest), "--enable-prefix-caching"]
         flags += ["--max-num-seqs", str(max(cell.batch for cell in cells))]
         flags += ["--max-num-batched-tokens", str(max(cell.context for cell in cells))]
         if self.gpu:
@@ -86,7 +87,7 @@ class Plan:
             flags += ["--gpu-memory-utilization", f"{0.9 / len(self.arms):.2f}"]
             tokens = max(cell.batch * (_positions(cell) + 16) for cell in cells)
             cache = tokens * kv_bytes(load_config(arm.model))
-            flags += ["--kv-cache-memory-bytes", str(int(1.1 * cache))]
+            flags += ["--kv-cache-memory-bytes", str(int(1.2 * cache))]
         else:
             flags.append("--enforce-eager")
         return [*flags, *self.flags, *arm.flags]
@@ -185,11 +186,12 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
             shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
             for cell in shortest.values():
                 # what is compiled at first use, and the caches
-                _measure(engine, Cell(cell.batch, cell.context, min(cell.steps, 8)), plan.seed - 1)
+                short = Cell(cell.batch, cell.context, min(cell.steps, 8))
+                _measure(engine, short, plan.seed, number=-1)
         for number in range(plan.rounds):
             for place, cell in enumerate(plan.cells):
                 for engine in engines if (number + place) % 2 == 0 else reversed(engines):
-                    answer = _measure(engine, cell, plan.seed + number)
+                    answer = _measure(engine, cell, plan.seed, number)
                     row = {"arm": engine.arm.name, "round": number, **asdict(cell), **answer}
                     results["measurements"].append(row)
                     median = statistics.median(answer["ms"])
@@ -199,16 +201,19 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
         results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
         for cell in plan.profiles:
             for engine in engines:
-                answer = engine.ask({"do": "profile", **asdict(cell), "seed": plan.seed})
+                seed = plan.seed if cell.steps else plan.seed + 2000
+                answer = engine.ask({"do": "profile", **asdict(cell), "seed": seed})
                 where = {"batch": cell.batch, "context": cell.context, "cell_steps": cell.steps}
                 results["profiles"].append({"arm": engine.arm.name, **where, **answer})
     return results
 
 
-def _measure(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:
+def _measure(engine: Engine, cell: Cell, seed: int, number: int) -> dict[str, Any]:
+    """Measure a cell; a prefill has prompts of its own in each round ``number``."""
     if cell.steps:
         return engine.ask({"do": "decode", **asdict(cell), "seed": seed})
-    return engine.ask({"do": "prefill", "batch": cell.batch, "context": cell.context, "seed": seed})
+    fresh = {"batch": cell.batch, "context": cell.context, "seed": seed + 1000 + number}
+    return engine.ask({"do": "prefill", **fresh})
 
 
 def condense(

@@ -10,8 +10,9 @@ is {"error": ...} where something failed:
     {"do": "profile", "batch", "context", "steps", "seed"} -> of WorkerExtension; 0 steps: prefill
     {"do": "bandwidth"} -> {"bytes_per_second"}
 
-The scheduler runs in vLLM's own engine process, as it does when serving. Its own output goes to
-stderr.
+The scheduler runs in vLLM's own engine process, as it does when serving. Equal seeds give equal
+prompts, of which vLLM's prefix cache keeps what it has computed: no two sequences of a batch share
+a block, so decoding is as without it. Its own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ class Measure:
         return names
 
     def _add(self, batch: int, context: int, seed: int, max_tokens: int) -> list[str]:
-        generator = np.random.default_rng((seed, batch, context))
         parameters = self._sampling(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -112,8 +112,10 @@ class Measure:
             output_kind=self._delta,
         )
         names = [f"bench-{next(self._ids)}" for _ in range(batch)]
-        prompts = generator.integers(100, self._vocab - 100, (batch, context))
-        for name, prompt in zip(names, prompts.tolist()):
+        for row, name in enumerate(names):
+            # the first prompts of a larger batch are those of a smaller one
+            generator = np.random.default_rng((seed, context, row))
+            prompt = generator.integers(100, self._vocab - 100, context).tolist()
             self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         return names
 
