@@ -8,6 +8,7 @@ server's Prometheus registry reads the files when it is asked.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import shutil
@@ -95,6 +96,9 @@ def write_figures(rank: int, samples: int, exact: int, layers: dict[str, LayerFi
     scratch = folder / f"rank{rank}.tmp"
     scratch.write_text(json.dumps(content))
     scratch.replace(folder / f"rank{rank}.json")
+    # set by vLLM when it starts several API servers
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        _share(content)
 
 
 def read_figures() -> list[dict[str, Any]]:
@@ -113,29 +117,45 @@ class Collector:
         """One family per metric; none before the first sample."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        ranks = read_figures()
-        if not ranks:
-            return
-        samples = CounterMetricFamily(*_SAMPLES, labels=["rank"])
-        exact = GaugeMetricFamily(*_EXACT, labels=["rank"])
-        amax = GaugeMetricFamily(*_AMAX, labels=["layer", "rank"])
-        counters = {
-            field: CounterMetricFamily(*metric, labels=["layer", "rank"])
-            for field, metric in _COUNTERS.items()
-        }
-        for content in ranks:
-            rank = str(content["rank"])
-            samples.add_metric([rank], content["samples"])
-            exact.add_metric([rank], content["exact"])
-            for name, figures in content["layers"].items():
-                amax.add_metric([name, rank], figures["amax"])
-                for field, family in counters.items():
-                    family.add_metric([name, rank], figures[field])
-        yield from (samples, exact, amax, *counters.values())
+        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _EXACT)}
+        families: dict[str, Any] = {}
+        for content in read_figures():
+            for (name, meaning), labels, value in _samples(content):
+                if name not in families:
+                    kind = kinds.get(name, CounterMetricFamily)
+                    families[name] = kind(name, meaning, labels=list(labels))
+                families[name].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, str], float]]:
+    """Metric, labels and value of everything in a rank's file."""
+    rank = {"rank": str(content["rank"])}
+    yield _SAMPLES, rank, content["samples"]
+    yield _EXACT, rank, content["exact"]
+    for layer, figures in content["layers"].items():
+        labels = {"layer": layer, **rank}
+        yield _AMAX, labels, figures["amax"]
+        for field, metric in _COUNTERS.items():
+            yield metric, labels, figures[field]
+
+
+@functools.cache
+def _shared_gauge(name: str, meaning: str, labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(name, meaning, labels, multiprocess_mode="mostrecent")
+
+
+def _share(content: dict[str, Any]) -> None:
+    """Give the values to all API servers: they serve values of this kind and no collectors."""
+    for (name, meaning), labels, value in _samples(content):
+        full = name if (name, meaning) in (_AMAX, _EXACT) else f"{name}_total"
+        _shared_gauge(full, meaning, tuple(labels)).labels(**labels).set(value)
 
 
 def register_collector() -> None:
-    """Add the collector to the registry that vLLM serves."""
+    """Add the collector to the registry that a single API server serves."""
     from prometheus_client import REGISTRY
 
     REGISTRY.register(Collector())

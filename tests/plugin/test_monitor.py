@@ -13,7 +13,13 @@ import torch
 
 from oss_fused.errors import SchemeError
 from oss_fused.ops import registration
-from oss_fused.plugin.monitor_metrics import Collector, interval, share_folder
+from oss_fused.plugin.monitor_metrics import (
+    Collector,
+    LayerFigures,
+    interval,
+    share_folder,
+    write_figures,
+)
 from oss_fused.plugin.monitor_policy import add_layers, exact_layers
 from tests.plugin.conftest import build, calibrate
 
@@ -88,6 +94,18 @@ def test_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path))
     share_folder()
     assert list(Collector().collect()) == []
+
+
+def test_several_api_servers_get_shared_values(folder, monkeypatch):
+    """Prometheus then serves values of worker processes, and no collectors."""
+    from prometheus_client import REGISTRY
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    write_figures(3, 7, 0, {"a": LayerFigures(tokens=5, amax=2.0)})
+    value = REGISTRY.get_sample_value
+    assert value("oss_fused:monitor_samples_total", {"rank": "3"}) == 7
+    assert value("oss_fused:monitored_tokens_total", {"layer": "a", "rank": "3"}) == 5
+    assert value("oss_fused:activation_amax", {"layer": "a", "rank": "3"}) == 2
 
 
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
