@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=48, help="decode steps a measurement (default: 48)")
     add("--prefill", type=int, default=PREFILL, help="tokens of a prompt (default: 8192)")
     add("--rounds", type=int, default=2, help="measurements a load and arm (default: 2)")
+    add("--seconds", type=float, help="skip profiles and rounds past the first after this long")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
@@ -141,6 +144,7 @@ def measure(
         flags=args.engine_flags,
         seed=args.seed,
         startup_timeout=args.startup_timeout,
+        deadline=time.monotonic() + args.seconds if args.seconds else math.inf,
     )
     settings = {name: getattr(args, name) for name in ("rounds", "seed", "engine_flags")} | {
         "model": args.name or Path(arms[-1].model).name,

@@ -8,6 +8,7 @@ cell, in another order each round. An idle engine does not use the device.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import statistics
@@ -56,6 +57,7 @@ class Plan:
         flags: engine flags for all arms, before an arm's own.
         seed: of the prompts.
         startup_timeout: seconds an engine has to start.
+        deadline: of time.monotonic; past it nothing begins but the first round.
         worker: program and arguments, see decode_worker (replaced in tests).
     """
 
@@ -67,6 +69,7 @@ class Plan:
     flags: Sequence[str] = ()
     seed: int = 0
     startup_timeout: float = 600.0
+    deadline: float = math.inf
     worker: Sequence[str] = field(default=WORKER)
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
 
@@ -172,7 +175,7 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
     Raises:
         ServerError: an engine does not start, ends, or fails at a cell.
     """
-    results: dict[str, Any] = {"arms": {}, "measurements": [], "profiles": []}
+    results: dict[str, Any] = {"arms": {}, "measurements": [], "profiles": [], "bandwidth": None}
     with ExitStack() as stack:
         engines = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
         for engine in engines:
@@ -188,24 +191,44 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
                 # what is compiled at first use, and the caches
                 short = Cell(cell.batch, cell.context, min(cell.steps, 8))
                 _measure(engine, short, plan.seed, number=-1)
-        for number in range(plan.rounds):
-            for place, cell in enumerate(plan.cells):
-                for engine in engines if (number + place) % 2 == 0 else reversed(engines):
-                    answer = _measure(engine, cell, plan.seed, number)
-                    row = {"arm": engine.arm.name, "round": number, **asdict(cell), **answer}
-                    results["measurements"].append(row)
-                    median = statistics.median(answer["ms"])
-                    plan.say(
-                        f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms"
-                    )
-        results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
-        for cell in plan.profiles:
-            for engine in engines:
-                seed = plan.seed if cell.steps else plan.seed + 2000
-                answer = engine.ask({"do": "profile", **asdict(cell), "seed": seed})
-                where = {"batch": cell.batch, "context": cell.context, "cell_steps": cell.steps}
-                results["profiles"].append({"arm": engine.arm.name, **where, **answer})
+        _round(plan, engines, 0, results)
+        # the rest makes figures better; none of it is worth losing those of the first round
+        try:
+            results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
+            for cell in plan.profiles:
+                if not _late(plan):
+                    results["profiles"] += [_profile(engine, cell, plan.seed) for engine in engines]
+            for number in range(1, plan.rounds):
+                _round(plan, engines, number, results)
+        except ServerError as error:
+            plan.say(f"stopped early: {error}")
+            results["stopped"] = str(error)
     return results
+
+
+def _late(plan: Plan) -> bool:
+    return time.monotonic() > plan.deadline
+
+
+def _round(plan: Plan, engines: Sequence[Engine], number: int, results: dict[str, Any]) -> None:
+    for place, cell in enumerate(plan.cells):
+        if number and _late(plan):
+            return
+        rows = []
+        for engine in engines if (number + place) % 2 == 0 else reversed(engines):
+            answer = _measure(engine, cell, plan.seed, number)
+            rows.append({"arm": engine.arm.name, "round": number, **asdict(cell), **answer})
+            median = statistics.median(answer["ms"])
+            plan.say(f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms")
+        results["measurements"] += rows
+
+
+def _profile(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:
+    # a prefill needs prompts that no round has had
+    seed = seed if cell.steps else seed + 2000
+    answer = engine.ask({"do": "profile", **asdict(cell), "seed": seed})
+    where = {"batch": cell.batch, "context": cell.context, "cell_steps": cell.steps}
+    return {"arm": engine.arm.name, **where, **answer}
 
 
 def _measure(engine: Engine, cell: Cell, seed: int, number: int) -> dict[str, Any]:

@@ -96,6 +96,12 @@ def test_failures_name_the_engine_and_its_log(tmp_path):
         decode.run(plan(tmp_path, cells=[decode.Cell(13, 16, 8)]), tmp_path)
 
 
+def test_late_runs_keep_the_first_round(tmp_path):
+    results = decode.run(plan(tmp_path, rounds=3, deadline=0.0), tmp_path)
+    assert {row["round"] for row in results["measurements"]} == {0}
+    assert results["profiles"] == [] and len(results["measurements"]) == 2 * 3
+
+
 def test_flags_fit_the_cells(tmp_path):
     arm = plan(tmp_path).arms[1]
     flags = plan(tmp_path, flags=["--x"]).flags_of(arm)
