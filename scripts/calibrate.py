@@ -232,6 +232,11 @@ def report(summary: Summary) -> None:
         for name, facts in worst:
             output = f", output {facts['output_error']:.2%}" if "output_error" in facts else ""
             lines.append(f"  {name}: weight {facts['weight_error']:.2%}{output}")
+    if summary.unrouted:
+        lines.append(
+            f"{len(summary.unrouted)} experts saw no calibration token and are rounded plainly"
+            f"{_some(list(summary.unrouted))}"
+        )
     lines.append(f"next: vllm serve {summary.output}")
     print("\n".join(lines), file=sys.stderr)
 

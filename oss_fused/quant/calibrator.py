@@ -65,6 +65,7 @@ class Summary:
         experts: how experts are stored.
         errors: step -> its facts (``weight_error``, ``output_error``).
         seconds: wall time of this run.
+        unrouted: experts that no calibration token was routed to; they are rounded plainly.
     """
 
     output: Path
@@ -75,6 +76,7 @@ class Summary:
     experts: str | None
     errors: dict[str, dict[str, Any]]
     seconds: float
+    unrouted: tuple[str, ...] = ()
 
     def worst(self, count: int = 5) -> list[tuple[str, dict[str, Any]]]:
         """The linears with the largest error: of the output where known, else of the weight."""
@@ -199,6 +201,12 @@ class Run:
             experts=plan.experts,
             errors=dict(writer.steps),
             seconds=seconds,
+            unrouted=tuple(
+                f"{step}.mlp.experts.{expert}"
+                for step, facts in writer.steps.items()
+                for expert, tokens in enumerate(facts.get("expert_tokens", ()))
+                if not tokens
+            ),
         )
 
     def _load_samples(self) -> list[torch.Tensor]:

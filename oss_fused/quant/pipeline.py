@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
-from oss_fused.quant.record import MixRecord, load_record
+from oss_fused.quant.record import CalibrationRecord, MixRecord, load_record
 from oss_fused.quant.recording import Findings
 
 
@@ -82,11 +83,22 @@ def calibrate(
             [_mix_record(mix, outcome) for mix in search.compared],
             recipe.accuracy_target,
         )
-        return Run(found, options, reader, known).execute(progress)
+        summary = Run(found, options, reader, known).execute(progress)
+        return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
     finally:
         # an interruption leaves it for a resume
         if not isinstance(sys.exception(), KeyboardInterrupt | OSError):
             shutil.rmtree(base)
+
+
+def _with_output_errors(summary: Summary, record: CalibrationRecord) -> dict[str, dict[str, Any]]:
+    """The facts of a run's steps with the output errors that the stage before measured."""
+    measured = {
+        linear.name: {"output_error": linear.output_error}
+        for linear in record.linears
+        if linear.output_error is not None
+    }
+    return {name: {**measured.get(name, {}), **facts} for name, facts in summary.errors.items()}
 
 
 def _mix_record(mix: Outcome, chosen: Outcome) -> MixRecord:

@@ -52,7 +52,7 @@ def make_record(
         known: of an earlier stage.
     """
     if known is not None:
-        earlier = _earlier(known.record)
+        earlier = _earlier(known.record, plan)
         names = earlier.keys() | facts.keys()
         facts = {name: {**earlier.get(name, {}), **facts.get(name, {})} for name in names}
     reader, sizes = skeleton.reader, {spec.name: spec.nbytes for spec in plan.specs}
@@ -99,13 +99,14 @@ def layer_step(layer: int) -> str:
     return f"model.layers.{layer}"
 
 
-def _earlier(record: CalibrationRecord) -> dict[str, dict[str, Any]]:
-    """Facts as the steps of that run noted them, without what another plan changes."""
-    measured = ("weight_error", "format_errors", "output_error", "error", "clip_ratio")
-    facts = {
-        linear.name: linear.model_dump(include={*measured, "weight_histogram"}, exclude_none=True)
-        for linear in record.linears
-    }
+def _earlier(record: CalibrationRecord, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Facts as the steps of that run noted them, where this plan serves the linear alike."""
+    facts = {}
+    measured = {"output_error", "error", "clip_ratio"}
+    for linear in record.linears:
+        scheme = plan.schemes[linear.name]
+        if scheme is not None and schemes.name_of(scheme) == linear.scheme:
+            facts[linear.name] = linear.model_dump(include=measured, exclude_none=True)
     for layer in record.layers:
         facts[layer_step(layer.layer)] = layer.model_dump(exclude={"layer", "kv_cache"})
     return facts
