@@ -26,6 +26,8 @@ _SAMPLE_SECONDS = 5.0
 # a request that takes longer is an error; generous for a CPU that others use as well
 _PATIENCE_SECONDS = 900.0
 _DRAIN_SECONDS = 30.0
+# a weak model would fill its JSON with blanks up to the last token
+_NO_BLANKS = "--structured-outputs-config.disable_any_whitespace=True"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def run(plan: Plan, scratch: Path, say: Callable[[str], None] = print) -> dict[s
         ServerError: the server does not start, or dies.
     """
     environment = {**({} if has_gpu() else CPU_ENVIRONMENT), **os.environ}
-    flags = ["--max-model-len", str(plan.max_model_len), *plan.serve_flags]
+    flags = ["--max-model-len", str(plan.max_model_len), _NO_BLANKS, *plan.serve_flags]
     log = scratch / "server.log"
     with Server("soak", plan.model, flags, log, environment, None, plan.serve_command) as server:
         say(f"healthy after {server.wait_until_healthy():.0f} s")
@@ -118,7 +120,9 @@ def _load(
     tally, memory = _Tally(), []
     deadline = time.monotonic() + 60 * plan.minutes
     threads = [
-        threading.Thread(target=_client, args=(plan, target, tally, deadline, number), daemon=True)
+        threading.Thread(
+            target=_client, args=(plan, target, tally, deadline, number, say), daemon=True
+        )
         for number in range(plan.concurrency)
     ]
     for thread in threads:
@@ -135,7 +139,14 @@ def _load(
     return tally, memory
 
 
-def _client(plan: Plan, target: Target, tally: _Tally, deadline: float, number: int) -> None:
+def _client(
+    plan: Plan,
+    target: Target,
+    tally: _Tally,
+    deadline: float,
+    number: int,
+    say: Callable[[str], None],
+) -> None:
     chance = random.Random(f"{plan.seed}-{number}")
     while time.monotonic() < deadline:
         # every kind in each round, in a new order
@@ -154,6 +165,7 @@ def _client(plan: Plan, target: Target, tally: _Tally, deadline: float, number: 
                 tally.seconds.setdefault(name, []).append(time.monotonic() - start)
                 if problem:
                     tally.errors.append(problem)
+                    say(f"error: {problem}")
                 # a server that only fails is not loaded for half an hour
                 if len(tally.errors) > 100:
                     return
