@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Matrix products measured by bench_kernels: FP8 GEMM, gated MLP, fused decode projection."""
+"""Matrix products measured by bench_kernels: FP8 GEMM and gated MLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench import kernel_stock as stock
-from oss_fused.bench.kernel_cases import EPS, MODELS, Case, Prepared, bf16, ops, relative_error
+from oss_fused.bench.kernel_cases import Case, Prepared, bf16, ops, relative_error
 from oss_fused.bench.kernel_timing import copies_for
 from oss_fused.kernels.registry import get_kernel
 
@@ -137,48 +137,8 @@ def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> P
     )
 
 
-def _fused_qkv(rows: int, hidden: int, model: str) -> Prepared:
-    """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write."""
-    heads = MODELS[model]
-    n = heads.width
-    copies = copies_for(n * hidden)
-    weights = [bf16(n, hidden) / hidden**0.5 for _ in range(copies)]
-    codes = [ops.quantize_fp8(w, None, "channel") for w in weights]
-    x, residual, gain, bias = bf16(rows, hidden), bf16(rows, hidden), bf16(hidden), bf16(n)
-    positions = torch.randint(0, 4096, (rows,), device="cuda")
-    table = torch.randn(4096, heads.dim, device="cuda").bfloat16()
-    slots = torch.arange(rows, device="cuda")
-    cache = heads.cache(rows)
-    none = (None, None, None, None, EPS)
-
-    def ours(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-        q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False)
-        qkv = ops.fp8_gemm(q, b, scale, b_scale, bias, torch.bfloat16)
-        return ops.rope_kv(qkv, positions, table, heads.q, True, *cache, slots, *none)
-
-    def vllm(w: torch.Tensor, hidden_states: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        # in place, as vLLM runs it
-        torch.ops._C.fused_add_rms_norm(hidden_states, rest, gain, EPS)
-        qkv = torch.nn.functional.linear(hidden_states, w, bias)
-        stock.rope_kv(qkv, positions, table, heads.q, *cache, slots)
-        return qkv
-
-    def error() -> float:
-        q, scale, _, _ = get_kernel("torch", "add_rms_norm_quant")(x, residual, gain, EPS, None)
-        qkv = get_kernel("torch", "fp8_gemm")(q, codes[0][0], scale, codes[0][1], bias, x.dtype)
-        args = (qkv, positions, table, heads.q, True, *heads.cache(rows), slots, *none)
-        return relative_error(ours(*codes[0]), get_kernel("torch", "rope_kv")(*args))
-
-    return Prepared(
-        [functools.partial(ours, b, s) for b, s in codes],
-        {"vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in weights]},
-        error,
-        2e-2,
-    )
-
-
 def gemm_cases() -> Iterator[Case]:
-    """Items 4 to 7 of issue 3."""
+    """Items 4, 5 and 7 of issue 3."""
     for k, n in SHAPES:
         rows = (1, 4, 8, 16, 32, 64, *((128, 256) if (k, n) == LM_HEAD else ()))
         for m in rows:
@@ -202,16 +162,6 @@ def gemm_cases() -> Iterator[Case]:
         for m in (1, 16, 64):
             yield _mlp_case("gated_mlp_rows", m, intermediate, hidden)
         yield _mlp_case("gated_mlp_bf16", 8192, intermediate, hidden, fp8=False)
-    width = MODELS["gpt-oss-20b"].width
-    for tokens in (1, 4, 16):
-        yield Case(
-            "fused_qkv",
-            {"rows": tokens, "hidden": 2880},
-            width * 2880 + tokens * (width * 4 + 2880 * 6),
-            2 * tokens * width * 2880,
-            functools.partial(_fused_qkv, tokens, 2880, "gpt-oss-20b"),
-            {"model": "gpt-oss-20b"},
-        )
 
 
 def _gemm_case(group: str, m: int, n: int, k: int, small: bool) -> Case:

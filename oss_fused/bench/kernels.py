@@ -14,6 +14,7 @@ import torch
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.kernel_cases import Case, memory_cases
 from oss_fused.bench.kernel_gemm_cases import gemm_cases
+from oss_fused.bench.kernel_projection_cases import projection_cases
 from oss_fused.bench.kernel_timing import copy_bandwidth, time_graph
 
 # dense FP8 peak of the H100/H200 SXM datasheet
@@ -25,7 +26,7 @@ def select(groups: Sequence[str] = (), contains: str = "") -> list[Case]:
     """Cases of ``groups`` (all if empty) whose name contains ``contains``."""
     return [
         case
-        for cases in (memory_cases(), gemm_cases())
+        for cases in (memory_cases(), gemm_cases(), projection_cases())
         for case in cases
         if (not groups or case.group in groups) and contains in case.name
     ]

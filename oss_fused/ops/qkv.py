@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``oss_fused::qkv_rope_kv`` and ``oss_fused::norm_qkv_rope_kv``: a decode step up to attention.
+"""``oss_fused::qkv_rope_kv``, ``norm_qkv_rope_kv``, ``fp8_linear_add``: decode projections.
 
 qkv_rope_kv: ``rope_kv(fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype), ...)``: x
 [T, K] FP8 codes with x_scale [T, 1] or [1], weight [(num_heads + 2 kv_heads) * head_dim, K] FP8;
@@ -8,9 +8,12 @@ the arguments from ``positions`` on are rope_kv's (ops/rope.py). Returns the rot
 norm_qkv_rope_kv: the same of ``add_rms_norm_quant(x, residual, gain, norm_eps, None)``, x and
 residual [T, K] in the model's dtype. Returns the rotated q and ``x + residual``.
 
-On a Hopper GPU each is one launch up to 16 tokens (head_dim a multiple of 64, rotated whole and
-in NeoX pairs, no norm per head), otherwise the kernels of its parts. The result is that of the
-parts; a sum of products may be rounded in another order.
+fp8_linear_add: ``fp8_linear(x, weight, weight_scale, input_scale, bias) + residual``, both
+rounded to x's dtype; residual [..., N].
+
+On a Hopper GPU they are one launch for few tokens: qkv_rope_kv up to 16 (head_dim a multiple of
+64, rotated whole and in NeoX pairs, no norm per head), the others up to 4; otherwise the kernels
+of their parts. The result is that of the parts; a sum of products may be rounded in another order.
 """
 
 from __future__ import annotations
@@ -79,6 +82,22 @@ def _norm_qkv_rope_kv_fake(
     return q, x.new_empty(x.shape)
 
 
+def _fp8_linear_add_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    return x.new_empty(residual.shape)
+
+
+register_op(
+    "fp8_linear_add(Tensor x, Tensor weight, Tensor weight_scale, Tensor? input_scale, "
+    "Tensor? bias, Tensor residual) -> Tensor",
+    _fp8_linear_add_fake,
+)
 register_op(
     "qkv_rope_kv(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, "
     f"ScalarType out_dtype, {_ROPE}) -> Tensor",

@@ -134,6 +134,31 @@ def test_no_tokens_and_wrong_shapes(backend, device):
         run(backend, x[:, :64], None, arguments, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "tokens,n,k,static",
+    [(1, 96, 144, False), (2, 80, 256, False), (3, 64, 128, True), (5, 33, 128, False)],
+)
+def test_linear_add(tokens, n, k, static, device):
+    torch.manual_seed(n)
+    weight = (torch.randn(n, k) / k**0.5).to(device)
+    codes, scale = get_kernel("torch", "quantize_fp8")(weight, None, "channel")
+    # strided rows, as a slice of a wider tensor leaves them
+    x = torch.randn(tokens, 2 * k, device=device).bfloat16()[:, :k]
+    residual = torch.randn(tokens, n, device=device).bfloat16()
+    bias = torch.randn(n, device=device).bfloat16() if n != 80 else None
+    args = (x, codes, scale, torch.full((1,), 0.01, device=device) if static else None, bias)
+    want = get_kernel("torch", "fp8_linear_add")(*args, residual)
+    got = get_kernel("triton", "fp8_linear_add")(*args, residual)
+    assert (got.double() - want.double()).norm() / want.double().norm() < 5e-3
+    x[0, 3] = float("nan")
+    got = get_kernel("triton", "fp8_linear_add")(*args, residual)
+    assert got[0].isnan().all()
+    assert got[1:].isfinite().all()
+    assert torch.ops.oss_fused.fp8_linear_add(x[:0], *args[1:], residual[:0]).shape == (0, n)
+    with pytest.raises(ShapeMismatchError, match="residual.shape"):
+        get_kernel("triton", "fp8_linear_add")(*args, residual[:, :-1])
+
+
 def test_opcheck(device):
     arguments = problem(3, 2, 1, 64, 128, torch.bfloat16, device)
     caches = cache_pair(torch.bfloat16, 1, 64, device)
@@ -146,3 +171,5 @@ def test_opcheck(device):
     rest = list(arguments.values())[2:]
     args = (codes, scale, *rest[:3], torch.bfloat16, *rest[3:])
     torch.library.opcheck(torch.ops.oss_fused.qkv_rope_kv.default, args, test_utils=tests)
+    args = (x, *rest[:2], None, rest[2], torch.randn(3, 256, device=device).bfloat16())
+    torch.library.opcheck(torch.ops.oss_fused.fp8_linear_add.default, args, test_utils=tests)

@@ -10,6 +10,7 @@ OPERATIONS: dict[str, str] = {
     "dequantize_fp8": "quantize",
     "fp8_gemm": "gemm",
     "fp8_linear": "gemm",
+    "fp8_linear_add": "linear_add",
     "gated_mlp": "mlp",
     "gated_mlp_backward": "backward",
     "moe_fp8": "moe",

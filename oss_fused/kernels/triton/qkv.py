@@ -7,9 +7,13 @@ import torch
 
 from oss_fused.kernels.triton.gemm import fp8_gemm
 from oss_fused.kernels.triton.norm import add_rms_norm_quant
-from oss_fused.kernels.triton.qkv_stream import aligned, fusible, launch
+from oss_fused.kernels.triton.qkv_stream import fusible, launch
 from oss_fused.kernels.triton.rope_kv import rope_kv
+from oss_fused.kernels.triton.stream_parts import aligned
 from oss_fused.kernels.validation import check_norm
+
+# every CTA repeats the norm: beyond so many tokens two launches are faster
+FUSED_NORM_ROWS = 4
 
 
 def qkv_rope_kv(
@@ -78,7 +82,7 @@ def norm_qkv_rope_kv(
     check_norm(x, residual, gain, None)
     options = (key_cache, is_neox, (q_norm, k_norm), (k_scale, v_scale))
     rope = (num_heads, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    if fusible(x, weight, weight_scale, cos_sin_cache, *options):
+    if x.shape[0] <= FUSED_NORM_ROWS and fusible(x, weight, weight_scale, cos_sin_cache, *options):
         q, added = launch(
             *(x, None, residual, gain, norm_eps, weight, weight_scale, bias, positions),
             *(cos_sin_cache, num_heads, key_cache, value_cache, slot_mapping, k_scale, v_scale),

@@ -2,82 +2,37 @@
 """Decode projection of at most 16 tokens in Gluon: [norm,] QKV product, RoPE, cache write.
 
 A CTA takes 32 rotation pairs of one head: 64 rows of the weight, in two boxes of 32 rows, so that
-both halves of a pair meet in its accumulator. Its weights are requested before it waits for the
-kernel before. With NORM the first CTAs normalise and quantise one token each and count it in
-``ready``; all others wait for the count while their weights arrive, so that no launch lies
-between. The products are those of gemm_stream, the rotation that of rope_kv.
+both halves of a pair meet in its accumulator. The rest is stream_parts' and, for the rotation,
+rope_kv's.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.stream_parts import (
+    BLOCK_K,
+    GROUP_K,
+    SLABS,
+    block_m,
+    fits,
+    groups,
+    product,
+    quantize_tokens,
+    request_tokens,
+    request_weights,
+    stages,
+    steps,
+)
 from oss_fused.kernels.validation import FP8
 
-MAX_ROWS = 16
 _PAIRS = 32
-_BLOCK_K = 128
-# bytes of shared memory for a CTA's weights and tokens
-_SHARED = 220 * 1024
-# fewer weight tiles in flight than these stream no faster than the separate kernels
-_MIN_STAGES = 8
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _norm_row(
-    row, x, residual, gain, codes, scales, residual_out, stride_x, stride_r, hidden, eps,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
-    """add_rms_norm_quant of one row; the arithmetic is norm.py's."""
-    dtype: gl.constexpr = x.dtype.element_ty
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    cols = gl.arange(0, BLOCK, layout)
-    mask = cols < hidden
-    h = gl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(gl.float32)
-    if residual is not None:
-        h += gl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(gl.float32)
-        h = h.to(dtype).to(gl.float32)
-    weight = gl.load(gain + cols, mask=mask, other=0.0).to(gl.float32)
-    rstd = gl.rsqrt(gl.reduce(h * h, 0, _sum) / hidden + eps)
-    y = ((h * rstd).to(dtype).to(gl.float32) * weight).to(dtype).to(gl.float32)
-    bits = gl.reduce(y.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0, _larger)
-    scale = gl.div_rn(bits.to(gl.float32, bitcast=True), 448.0)
-    scale = gl.maximum(scale.to(gl.int32, bitcast=True), 0x00800000).to(gl.float32, bitcast=True)
-    scale = gl.where(bits == 0, 1.0, scale)
-    gl.store(codes + row * hidden + cols, (y * gl.div_rn(1.0, scale)).to(gl.float8e4nv), mask=mask)
-    gl.store(residual_out + row * hidden + cols, h.to(dtype), mask=mask)
-    gl.store(scales + row, scale)
-
-
-@gluon.jit
-def _fence_proxies():
-    """Order plain writes to memory and reads of it by the tensor memory accelerator."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -91,20 +46,6 @@ def _store(target, values, mask, scale):
         gl.store(target, values, mask=mask)
 
 
-@gluon.jit
-def _request(desc, first_n, half_n, step, slot, full, halves):
-    """Ask for both halves of a weight tile, into ring slot ``slot``."""
-    BLOCK_K: gl.constexpr = desc.block_type.shape[1]
-    mbarrier.expect(full.index(slot), 2 * desc.block_type.shape[0] * BLOCK_K)
-    for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            desc,
-            [first_n + half * half_n, step * BLOCK_K],
-            full.index(slot),
-            halves.index(2 * slot + half),
-        )
-
-
 @gluon.jit(do_not_specialize=["m", "slots", "heads"])
 def _qkv_kernel(
     a_desc,
@@ -115,9 +56,7 @@ def _qkv_kernel(
     x,
     residual,
     gain,
-    codes,
     residual_out,
-    ready,
     positions,
     cos_sin,
     q_out,
@@ -146,11 +85,13 @@ def _qkv_kernel(
     eps,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
     STEPS: gl.constexpr,
-    NORM_BLOCK: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     start_next()
-    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -161,32 +102,21 @@ def _qkv_kernel(
     first = (pid % PARTS) * PAIRS
     first_n = head * HEAD_DIM + first
 
-    tokens = gl.allocate_shared_memory(gl.float8e4nv, [STEPS, BLOCK_M, BLOCK_K], a_desc.layout)
-    halves = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, PAIRS, BLOCK_K], b_desc.layout)
-    weights = halves._reinterpret(gl.float8e4nv, [STAGES, 2 * PAIRS, BLOCK_K], b_desc.layout)
+    tokens = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, BLOCK_M, 4 * BLOCK_K], b_desc.layout)
+    boxes = gl.allocate_shared_memory(
+        gl.float8e4nv, [2 * STAGES * SLABS, PAIRS, BLOCK_K], b_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(slot), count=1)
     for step in gl.static_range(STAGES):
-        _request(b_desc, first_n, HALF, step, step, full, halves)
+        request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
     wait_for_inputs()
-    if NORM_BLOCK:
-        for row in range(pid, m, gl.num_programs(0)):
-            _norm_row(
-                row, x, residual, gain, codes, a_scale, residual_out, stride_x, stride_r, k, eps,
-                NORM_BLOCK,
-            )  # fmt: skip
-            _fence_proxies()
-            gl.thread_barrier()
-            gl.atomic_add(ready, 1, sem="release")
-        count = gl.atomic_add(ready, 0, sem="acquire")
-        while count < m:
-            count = gl.atomic_add(ready, 0, sem="acquire")
-        _fence_proxies()
-    mbarrier.expect(full.index(STAGES), STEPS * BLOCK_M * BLOCK_K)
-    for step in gl.static_range(STEPS):
-        tma.async_copy_global_to_shared(
-            a_desc, [0, step * BLOCK_K], full.index(STAGES), tokens.index(step)
+    if ROWS == 0:
+        request_tokens(a_desc, full, tokens, STAGES)
+    else:
+        made_scale = quantize_tokens(
+            x, residual, gain, residual_out, tokens, m, k, stride_x, stride_r, eps, ROWS
         )
 
     # one thread has both halves of a pair
@@ -209,27 +139,16 @@ def _qkv_kernel(
     cos = gl.load(angles).to(gl.float32)
     sin = gl.load(angles + HALF).to(gl.float32)
 
-    product: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 32]
-    )
-    acc = gl.zeros([2 * PAIRS, BLOCK_M], gl.float32, layout=product)
-    mbarrier.wait(full.index(STAGES), 0)
-    for step in gl.static_range(STEPS):
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) % 2)
-        acc = warpgroup_mma(
-            weights.index(step % STAGES), tokens.index(step).permute((1, 0)), acc, is_async=True
-        )
-        if step >= 1 and step - 1 + STAGES < STEPS:
-            # the product before this one has left its slot
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            _request(b_desc, first_n, HALF, step - 1 + STAGES, (step - 1) % STAGES, full, halves)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-
+    if ROWS == 0:
+        row_scale = gl.load(a_scale + token, mask=in_m, other=0.0)
+        mbarrier.wait(full.index(STAGES), 0)
+    else:
+        row_scale = gl.convert_layout(made_scale, gl.SliceLayout(0, flat))
+    acc = product(b_desc, first_n, first_n + HALF, full, tokens, boxes, STEPS, STAGES, SLABS)
     both = gl.convert_layout(acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0)), paired)
     left, right = gl.split(both)
-    row_scale = gl.load(a_scale + token, mask=in_m, other=0.0)[None, :]
-    left = left * row_scale * left_scale[:, None]
-    right = right * row_scale * right_scale[:, None]
+    left = left * row_scale[None, :] * left_scale[:, None]
+    right = right * row_scale[None, :] * right_scale[:, None]
     if bias is not None:
         left += gl.load(bias + left_n).to(gl.float32)[:, None]
         right += gl.load(bias + left_n + HALF).to(gl.float32)[:, None]
@@ -257,38 +176,6 @@ def _qkv_kernel(
             target = at + (block * key_block + page * key_page)[None, :] + pair[:, None]
             _store(target, left, mask, k_scale)
             _store(target + HALF, right, mask, k_scale)
-    if NORM_BLOCK:
-        # the last CTA to pass resets the counts for the next launch
-        last = gl.atomic_add(ready + 1, 1) == gl.num_programs(0) - 1
-        gl.store(ready, 0, mask=last)
-        gl.store(ready + 1, 0, mask=last)
-
-
-@functools.cache
-def _counters(device: torch.device) -> torch.Tensor:
-    # one pair for all layers: their launches follow one another on one stream
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _runs(device: torch.device) -> bool:
-    """Whether ``device`` has Hopper's instructions; the interpreter knows no Gluon."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can address the rows of ``tensor``."""
-    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0 and tensor.stride(1) == 1
-
-
-def _stages(rows: int, k: int) -> int:
-    """Weight tiles in flight: all of K, or what shared memory leaves beside the tokens."""
-    steps = triton.cdiv(k, _BLOCK_K)
-    return min(steps, (_SHARED - steps * _block_m(rows) * _BLOCK_K) // (2 * _PAIRS * _BLOCK_K))
-
-
-def _block_m(rows: int) -> int:
-    return 8 if rows <= 8 else 16
 
 
 def fusible(
@@ -302,19 +189,14 @@ def fusible(
     cache_scales: tuple[torch.Tensor | None, ...],
 ) -> bool:
     """Whether this kernel takes the projection."""
-    rows, k = x.shape
     head_dim = key_cache.shape[3]
     return (
-        _runs(x.device)
-        and 0 < rows <= MAX_ROWS
+        fits(x, weight, weight_scale, _PAIRS)
         and is_neox
         and norms == (None, None)
         and (key_cache.dtype != FP8 or None not in cache_scales)
         and cos_sin_cache.shape[1] == head_dim
         and head_dim % (2 * _PAIRS) == 0
-        and weight_scale.numel() == weight.shape[0]
-        and _stages(rows, k) >= min(_MIN_STAGES, triton.cdiv(k, _BLOCK_K))
-        and aligned(weight)
     )
 
 
@@ -344,25 +226,21 @@ def launch(
     block_size, kv_heads, head_dim = key_cache.shape[1:]
     device = x.device
     q = torch.empty(m, num_heads * head_dim, dtype=dtype if q_scale is None else FP8, device=device)
-    codes, residual_out, ready = x, None, None
-    if gain is not None:
-        codes = torch.empty(m, k, dtype=FP8, device=device)
-        x_scale = torch.empty(m, 1, dtype=torch.float32, device=device)
-        residual_out = torch.empty(m, k, dtype=dtype, device=device)
-        ready = _counters(device)
-    layout = gl.NVMMASharedLayout(_BLOCK_K, 8)
+    residual_out = None if gain is None else torch.empty(m, k, dtype=dtype, device=device)
+    layout = gl.NVMMASharedLayout(BLOCK_K, 8)
+    tokens = None
+    if gain is None:
+        tokens = TensorDescriptor(x, [m, k], [x.stride(0), 1], [block_m(m), GROUP_K], layout)
     _qkv_kernel[(n // (2 * _PAIRS),)](
-        TensorDescriptor(codes, [m, k], [codes.stride(0), 1], [_block_m(m), _BLOCK_K], layout),
-        TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [_PAIRS, _BLOCK_K], layout),
+        tokens,
+        TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [_PAIRS, BLOCK_K], layout),
         x_scale,
         weight_scale,
         bias,
         None if gain is None else x,
         residual,
         gain,
-        None if gain is None else codes,
         residual_out,
-        ready,
         positions,
         cos_sin_cache,
         q,
@@ -386,9 +264,12 @@ def launch(
         *value_cache.stride()[:3],
         norm_eps,
         HEAD_DIM=head_dim,
-        STAGES=_stages(m, k),
-        STEPS=triton.cdiv(k, _BLOCK_K),
-        NORM_BLOCK=0 if gain is None else triton.next_power_of_2(k),
+        STAGES=stages(m, k, _PAIRS),
+        SLABS=SLABS,
+        STEPS=steps(k),
+        GROUPS=groups(k),
+        BLOCK_M=block_m(m),
+        ROWS=0 if gain is None else triton.next_power_of_2(m),
         num_warps=4,
         **pdl_options(device),
     )
