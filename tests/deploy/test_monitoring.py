@@ -11,17 +11,14 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
 
 from oss_fused.bench import processes
-from oss_fused.bench.compare import CPU_ENVIRONMENT
-from oss_fused.bench.server import Server, free_port
-from tests.plugin.conftest import build, calibrate
+from oss_fused.bench.server import free_port
+from tests.deploy.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "deploy/monitoring"
 DASHBOARD = MONITORING / "grafana/dashboards/oss-fused.json"
 needs_prometheus = pytest.mark.skipif(
@@ -98,37 +95,29 @@ def ask(port: int, expr: str) -> list:
 
 @needs_prometheus
 @pytest.mark.serve
-def test_every_query_has_data(tmp_path) -> None:
-    model = calibrate(build(tmp_path / "model", "llama"))
-    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
-    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    flags = ["--skip-tokenizer-init", "--max-model-len", "64", "--enforce-eager"]
-    with Server("tiny", str(model), flags, tmp_path / "log", environment) as server:
-        config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(MONITORING / "rules/*.yml")]
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{server.port}"]}]
-        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-        port = free_port()
-        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
-        command += [
-            f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ]
-        server.wait_until_healthy()
-        with (tmp_path / "prometheus.log").open("wb") as log:
-            prometheus = processes.start(command, log, os.environ)
-        try:
-            pending = queries()
-            deadline = time.monotonic() + 60
-            while pending and time.monotonic() < deadline:
-                body = {"prompt": [3, 17, 42], "max_tokens": 4, "temperature": 0}
-                server._post("/v1/completions", body | {"model": "tiny", "detokenize": False})
-                time.sleep(1)
-                try:
-                    pending = [expr for expr in pending if not ask(port, expr)]
-                except OSError:
-                    continue  # not up yet
-        finally:
-            processes.stop(prometheus)
+def test_every_query_has_data(served, tmp_path) -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(MONITORING / "rules/*.yml")]
+    targets = [f"127.0.0.1:{served.server.port}"]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
+    command.append(f"--storage.tsdb.path={tmp_path}/data")
+    command.append(f"--web.listen-address=127.0.0.1:{port}")
+    with (tmp_path / "prometheus.log").open("wb") as log:
+        prometheus = processes.start(command, log, os.environ)
+    try:
+        pending = queries()
+        deadline = time.monotonic() + 90
+        while pending and time.monotonic() < deadline:
+            served.complete()
+            time.sleep(0.5)
+            try:
+                pending = [expr for expr in pending if not ask(port, expr)]
+            except OSError:
+                continue  # not up yet
+    finally:
+        processes.stop(prometheus)
     assert not pending, "\n".join(pending)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""One server for all tests of this folder, started as the container starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from oss_fused.bench.compare import CPU_ENVIRONMENT
+from oss_fused.bench.server import Server
+from tests.plugin.conftest import build, calibrate
+
+ROOT = Path(__file__).resolve().parents[2]
+API_KEY = "sk-test-4f1c9d7e"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The running server, and the environment and folder that it was started with."""
+
+    server: Server
+    environment: dict[str, str]
+    image: Path
+
+    def complete(self, key: str | None = API_KEY) -> dict:
+        """A greedy completion of four tokens."""
+        body = {"model": "tiny", "prompt": [3, 17, 42], "max_tokens": 4, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        data = json.dumps(body | {"detokenize": False}).encode()
+        url = f"{self.server.url}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as r:
+            return json.load(r)
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory) -> Path:
+    """The files of /opt/oss, as the Dockerfile copies them."""
+    folder = tmp_path_factory.mktemp("opt-oss")
+    for name in ("entrypoint.py", "healthcheck.py"):
+        shutil.copy(ROOT / "deploy/docker" / name, folder)
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/doctor.py", folder / "scripts")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory, image):
+    folder = tmp_path_factory.mktemp("served")
+    model = calibrate(build(folder / "model", "llama"))
+    (folder / "secrets").mkdir()
+    (folder / "secrets/api_key").write_text(f"{API_KEY}\n")
+    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"SECRETS_DIR": str(folder / "secrets"), "PYTHONPATH": str(ROOT)}
+    flags = ["--skip-tokenizer-init", "--max-model-len", "64", "--enforce-eager"]
+    command = [sys.executable, str(image / "entrypoint.py")]
+    log = folder / "server.log"
+    with Server("tiny", str(model), flags, log, environment, command=command) as server:
+        server.wait_until_healthy()
+        yield Served(server, environment | {"PORT": str(server.port)}, image)
