@@ -34,8 +34,8 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_EXPERT_ACTIVATIONS": Variable(
         "auto",
         ("auto", "exact", "fp8"),
-        "activations of our MXFP4 experts: exact keeps bf16's precision, fp8 is faster from 256 "
-        "tokens a step on; auto takes what measured better",
+        "activations of our MXFP4 experts: exact keeps bf16's precision, fp8 quantises them from "
+        "256 tokens a step on, auto from 512 (prefill)",
     ),
     "OSS_FUSED_ATTENTION": Variable(
         "auto",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
@@ -127,7 +127,8 @@ class OssFp8Config(QuantizationConfig):
         """
         self._read_options()
         if isinstance(layer, LinearBase):
-            scheme = self.scheme_of(prefix)
+            # a router's rounding could change who is chosen, and it is no time or memory
+            scheme = None if isinstance(layer, GateLinear) else self.scheme_of(prefix)
             if scheme is None:
                 return UnquantizedLinearMethod()
             return self._linear_method(scheme, prefix)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""``OssFp8MoEMethod``: gpt-oss experts with FP8 weights, and MXFP4 ones where vLLM has no kernel.
+"""``OssFp8MoEMethod``: experts with FP8 weights, and MXFP4 ones where vLLM has no kernel.
 
-On a GPU FP8 experts run in vLLM's Triton grouped GEMM (a scale per output row and per token);
-on a CPU, both kinds in PyTorch, with the same quantisation of weights and activations.
+On a GPU FP8 experts run in ``torch.ops.oss_fused.moe_fp8``, or in vLLM's Triton grouped GEMM
+(a scale per output row and per token) where ours does not apply; on a CPU, both kinds in PyTorch,
+with the same quantisation of weights and activations.
 """
 
 from __future__ import annotations
@@ -15,31 +16,41 @@ from vllm.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEMethodBase,
     FusedMoEQuantConfig,
+    FusedMoeWeightScaleSupported,
     RoutedExperts,
 )
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
+import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
 from oss_fused.plugin.checks import MISSING, check_finite, check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.experts_reference import route, run_experts
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.settings import ExpertsLayout
+from oss_fused.plugin.warmup import max_tokens, warm_routed
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 FP8 = torch.float8_e4m3fn
 
 
 class OssFp8MoEMethod(FusedMoEMethodBase):
-    """Experts of one gpt-oss layer."""
+    """Experts of one layer: gpt-oss's, or gated by SiLU without biases (Mixtral, Qwen-MoE)."""
 
     def __init__(
-        self, moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str, online: bool = False
+        self,
+        moe: FusedMoEConfig,
+        layout: ExpertsLayout,
+        prefix: str,
+        online: bool = False,
+        routes: bool = True,
+        ours: bool = True,
     ) -> None:
         """Make the method of one layer.
 
@@ -48,17 +59,22 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             layout: "fp8" or "mxfp4".
             prefix: the layer's name, for errors.
             online: the checkpoint has bf16 weights, to be quantised to FP8 after loading.
+            routes: the layer's routing is a softmax and the largest top_k, as ours.
+            ours: run in our kernel on a GPU; needs ``routes``.
         """
         super().__init__(moe)
         self.layout = layout
         self.prefix = prefix
         self.online = online
         self.on_cpu = current_platform.is_cpu()
+        self.routes = routes
+        self.ours = ours and not self.on_cpu
+        self.max_tokens = max_tokens()
 
     @property
     def is_monolithic(self) -> bool:
-        """On a CPU routing happens in here; vLLM's kernel takes routed tokens."""
-        return self.on_cpu
+        """Whether routing happens in here; vLLM's kernel takes routed tokens."""
+        return self.ours or (self.on_cpu and self.routes)
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """MXFP4 shards end at whole blocks."""
@@ -79,13 +95,18 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         """Register w13 and w2 with scales and biases; zero, so that padding stays harmless."""
         rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
-        loader = ExpertsLoader(layer, "bf16" if self.online else self.layout).load
+        if isinstance(layer, GptOssRoutedExperts):
+            layout = "bf16" if self.online else self.layout
+            extra["weight_loader"] = ExpertsLoader(layer, layout).load
+        else:
+            # vLLM's own loader takes gates and ups one by one, and must know what a scale is of
+            extra["quant_method"] = FusedMoeWeightScaleSupported.CHANNEL.value
 
         def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
             data = torch.zeros(num_experts, *shape, dtype=dtype)
             parameter = Parameter(data, requires_grad=False)
             layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, {**extra, "weight_loader": loader})
+            set_weight_attrs(parameter, extra)
             return parameter
 
         for name in ("w13", "w2"):
@@ -100,7 +121,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
                 scale = register(f"{name}_weight_scale", (n, 1), torch.float32)
                 scale.data.fill_(MISSING)
                 scale.dummy_weight_value = 1.0
-            register(f"{name}_bias", (n,), params_dtype)
+            if self.moe.has_bias:
+                register(f"{name}_bias", (n,), params_dtype)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Check the weights and bring them into the form that runs.
@@ -114,6 +136,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
                 self._quantize(layer, weight, scale)
             if self.layout == "fp8":
                 self._check(layer, scale)
+                if name == "w13" and not isinstance(layer, GptOssRoutedExperts):
+                    self._interleave(layer, weight, scale)
                 if self.on_cpu:
                     replace_parameter(layer, weight, getattr(layer, weight).data.float())
             else:
@@ -122,19 +146,21 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
                 dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
+        if self.ours:
+            warm_routed(self, layer, self.moe.in_dtype, self.max_tokens)
         # a reload writes into the tensors that the kernel already has
-        if not self.on_cpu and self.moe_kernel is None:
+        elif not self.on_cpu and self.moe_kernel is None:
             self._build_kernel(layer)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
-        """What vLLM's kernel must know of the weights; None on a CPU."""
-        if self.on_cpu:
+        """What vLLM's kernel must know of the weights; None where it takes no part."""
+        if self.on_cpu or self.ours:
             return None
         return fp8_w8a8_moe_quant_config(
             w1_scale=layer.w13_weight_scale,
             w2_scale=layer.w2_weight_scale,
-            w1_bias=layer.w13_bias,
-            w2_bias=layer.w2_bias,
+            w1_bias=getattr(layer, "w13_bias", None),
+            w2_bias=getattr(layer, "w2_bias", None),
             per_act_token_quant=True,
             per_out_ch_quant=True,
         )
@@ -146,20 +172,23 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Route and run the experts in PyTorch; x [T, H], router_logits [T, E] -> [T, H]."""
-        weights, ids = route(router_logits, layer.top_k, layer.renormalize)
-        if layer.expert_map is not None:
-            ids = layer.expert_map[ids]
-        return run_experts(
+        """Route and run the experts; x [T, H], router_logits [T, E] -> [T, H]."""
+        if self.on_cpu:
+            weights, ids = route(router_logits, layer.top_k, layer.renormalize)
+            return self._run_in_pytorch(layer, x, weights, ids)
+        return torch.ops.oss_fused.moe_fp8(
             x,
-            weights,
-            ids,
+            router_logits,
             layer.w13_weight,
-            getattr(layer, "w13_weight_scale", None),
-            layer.w13_bias,
+            layer.w13_weight_scale,
+            getattr(layer, "w13_bias", None),
             layer.w2_weight,
-            getattr(layer, "w2_weight_scale", None),
-            layer.w2_bias,
+            layer.w2_weight_scale,
+            getattr(layer, "w2_bias", None),
+            layer.top_k,
+            layer.renormalize,
+            layer.expert_map,
+            layer.activation.value,
         )
 
     def apply(
@@ -171,7 +200,9 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run routed tokens through vLLM's grouped GEMM."""
+        """Run tokens that vLLM routed: in its grouped GEMM, on a CPU in PyTorch."""
+        if self.on_cpu:
+            return self._run_in_pytorch(layer, x, topk_weights, topk_ids)
         assert self.moe_kernel is not None
         return self.moe_kernel.apply(
             hidden_states=x,
@@ -187,6 +218,24 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             shared_experts_input=shared_experts_input,
         )
 
+    def _run_in_pytorch(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        if layer.expert_map is not None:
+            ids = layer.expert_map[ids.long()]
+        return run_experts(
+            x,
+            weights,
+            ids,
+            layer.w13_weight,
+            getattr(layer, "w13_weight_scale", None),
+            getattr(layer, "w13_bias", None),
+            layer.w2_weight,
+            getattr(layer, "w2_weight_scale", None),
+            getattr(layer, "w2_bias", None),
+            layer.activation.value,
+        )
+
     def _build_kernel(self, layer: RoutedExperts) -> None:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         prepare = maybe_make_prepare_finalize(
@@ -198,6 +247,14 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         )
         experts = TritonExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
+
+    def _interleave(self, layer: RoutedExperts, *names: str) -> None:
+        """[gates; ups] -> gate, up, gate, up, ...: the order of all kernels but vLLM's."""
+        if not (self.ours or self.on_cpu):
+            return
+        for name in names:
+            halves = getattr(layer, name).data.unflatten(1, (2, -1))
+            replace_parameter(layer, name, halves.transpose(1, 2).flatten(1, 2).contiguous())
 
     def _quantize(self, layer: RoutedExperts, weight: str, scale: str) -> None:
         dense = getattr(layer, weight).data
@@ -211,19 +268,23 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         layer.register_parameter(scale, Parameter(scales, requires_grad=False))
 
     def _check(self, layer: RoutedExperts, name: str) -> None:
-        scale = getattr(layer, name).data
-        good = (scale.isfinite() & (scale > 0)).flatten(1).all(1)
+        scale = getattr(layer, name).data.flatten(1)
+        good = scale.isfinite() & (scale > 0)
         if bool(good.all()):
             return
-        local = int((~good).nonzero()[0])
-        value = scale[local][~(scale[local].isfinite() & (scale[local] > 0))][0].item()
+        local, row = (~good).nonzero()[0].tolist()
+        value = scale[local, row].item()
         problem = "is missing from the checkpoint" if value == MISSING else f"holds {value}"
         expert = next(
             e
             for e in range(layer.global_num_experts)
             if layer._map_global_expert_id_to_local_expert_id(e) == local
         )
-        parent = spellings(self.prefix)[-1]
+        if not isinstance(layer, GptOssRoutedExperts):
+            gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
+            part = gate if row < scale.shape[1] // 2 else up
+            name = f"{part if name.startswith('w13') else layer.ckpt_down_proj_name}.weight_scale"
         raise CheckpointError(
-            f"'{parent}.{expert}.{name}' {problem}; expected finite scales above 0"
+            f"'{spellings(self.prefix)[-1]}.{expert}.{name}' {problem}; expected finite scales "
+            f"above 0"
         )

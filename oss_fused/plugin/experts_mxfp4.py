@@ -19,13 +19,14 @@ import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 from oss_fused.plugin.checks import check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
-from oss_fused.plugin.warmup import max_tokens, warm_experts
+from oss_fused.plugin.warmup import max_tokens, warm_routed
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
 # OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a batch from which on FP8 activations are taken, -1
-# none; below 256 they are no faster
-_FP8_MIN_TOKENS = {"auto": -1, "exact": -1, "fp8": 256}
+# none; "auto" keeps decode exact, and in prefill they cost 6 % of what the FP8 projections already
+# cost in KL (docs/moe.md)
+_FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
 
 
 class OssMxfp4MoEMethod(FusedMoEMethodBase):
@@ -85,8 +86,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             )
             replace_parameter(layer, weight, packed[0])
             replace_parameter(layer, scale, packed[1])
-        if layer.w13_weight.is_cuda:
-            self._warm_up(layer)
+        warm_routed(self, layer, layer.w13_bias.dtype, self.max_tokens)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """None: vLLM's kernels take no part."""
@@ -115,18 +115,6 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             "swigluoai",
             self.fp8_min_tokens,
         )
-
-    def _warm_up(self, layer: RoutedExperts) -> None:
-        device, dtype = layer.w13_bias.device, layer.w13_bias.dtype
-        hidden, experts = layer.w2_weight.shape[1], layer.global_num_experts
-
-        def run(tokens: int) -> None:
-            x = torch.zeros(tokens, hidden, dtype=dtype, device=device)
-            logits = torch.randn(tokens, experts, dtype=dtype, device=device)
-            self.apply_monolithic(layer, x, logits)
-
-        key = ("experts", tuple(layer.w13_weight.shape), experts, layer.top_k, dtype, device)
-        warm_experts(key, hidden, self.max_tokens, run)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""gpt-oss experts in PyTorch, for serving on a CPU.
+"""Experts in PyTorch, for serving on a CPU.
 
 One opaque operator: which expert gets which tokens depends on the data, and torch.compile
 cannot trace that.
@@ -26,10 +26,12 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     return weights, ids
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """``(up + 1) * gate * sigmoid(ALPHA * gate)``, clamped; gate_up [T, 2I] alternates the two."""
-    gate = gate_up[..., 0::2].float().clamp(max=LIMIT)
-    up = gate_up[..., 1::2].float().clamp(-LIMIT, LIMIT)
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Activation of [T, 2I], which alternates gate and up: "silu" or gpt-oss's "swigluoai"."""
+    gate, up = gate_up[..., 0::2].float(), gate_up[..., 1::2].float()
+    if activation == "silu":
+        return (F.silu(gate) * up).to(gate_up.dtype)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return ((up + 1) * gate * torch.sigmoid(ALPHA * gate)).to(gate_up.dtype)
 
 
@@ -40,10 +42,11 @@ def run_experts(
     topk_ids: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor | None,
-    w13_bias: torch.Tensor,
+    w13_bias: torch.Tensor | None,
     w2: torch.Tensor,
     w2_scale: torch.Tensor | None,
-    w2_bias: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    activation: str,
 ) -> torch.Tensor:
     """Weighted sum of the experts' outputs.
 
@@ -53,10 +56,11 @@ def run_experts(
         topk_ids: [T, top_k]; negative for experts of other ranks.
         w13: [E, 2I, H] in x's dtype, or FP8 codes (float8_e4m3fn or their values in float32).
         w13_scale: [E, 2I, 1] float32 with FP8 codes, else None.
-        w13_bias: [E, 2I].
+        w13_bias: [E, 2I] or None.
         w2: [E, H, I], like w13.
         w2_scale: [E, H, 1] or None.
-        w2_bias: [E, H].
+        w2_bias: [E, H] or None.
+        activation: "silu" or "swigluoai".
 
     Returns:
         [T, H] in x's dtype, summed in float32.
@@ -67,13 +71,13 @@ def run_experts(
         if not tokens.numel():
             continue
         hidden = _linear(x[tokens], w13, w13_scale, w13_bias, expert)
-        down = _linear(swiglu(hidden), w2, w2_scale, w2_bias, expert)
+        down = _linear(gated(hidden, activation), w2, w2_scale, w2_bias, expert)
         out.index_add_(0, tokens, down.float() * topk_weights[tokens, slots].unsqueeze(-1))
     return out.to(x.dtype)
 
 
 @run_experts.register_fake
-def _(x: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
+def _(x: torch.Tensor, *args: torch.Tensor | str | None) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -81,9 +85,10 @@ def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
-    bias: torch.Tensor,
+    biases: torch.Tensor | None,
     expert: int,
 ) -> torch.Tensor:
+    bias = None if biases is None else biases[expert]
     if scale is None:
-        return F.linear(x, weight[expert], bias[expert])
-    return torch.ops.oss_fused.fp8_linear(x, weight[expert], scale[expert], None, bias[expert])
+        return F.linear(x, weight[expert], bias)
+    return torch.ops.oss_fused.fp8_linear(x, weight[expert], scale[expert], None, bias)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""MoE experts of gpt-oss: which method runs them, and how each checkpoint layout is loaded.
+"""MoE experts: which method runs them, and how each checkpoint layout is loaded.
 
-MXFP4 experts run in our kernel or in vLLM's (OSS_FUSED_EXPERTS; naming a ``--moe-backend`` takes
-vLLM's), bf16 experts in vLLM's, both with a loader of ours, and experts with FP8 weights in
-OssFp8MoEMethod. A CPU without AMX has no MXFP4 kernel of vLLM's: there OssFp8MoEMethod runs them
+MXFP4 and FP8 experts run in our kernels or in vLLM's (OSS_FUSED_EXPERTS; naming a
+``--moe-backend`` takes vLLM's), bf16 experts in vLLM's; those of gpt-oss are loaded by a loader
+of ours. A CPU without AMX has no MXFP4 kernel of vLLM's: there OssFp8MoEMethod runs them
 in PyTorch.
 """
 
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEMethodBase,
     GateLinear,
+    MoEActivation,
     RoutedExperts,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -33,6 +34,9 @@ from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.settings import ExpertsLayout, Settings
+
+# gated activations that FP8 experts may have
+_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
 
 
 class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
@@ -72,30 +76,72 @@ def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> Fus
         UnsupportedModelError: experts of this kind cannot be served.
     """
     moe, layout = layer.moe_config, settings.experts
+    if layout == "fp8" or settings.quantize_experts:
+        return _fp8_method(layer, prefix, online=layout == "bf16")
     if not isinstance(layer, GptOssRoutedExperts):
-        if layout != "bf16" or settings.quantize_experts:
-            wanted = "fp8" if settings.quantize_experts else layout
+        if layout != "bf16":
             raise UnsupportedModelError(
-                f"{prefix!r} ({type(layer).__name__}): experts={wanted!r} is supported for "
-                f"gpt-oss only; expected a checkpoint with bf16 experts, kept as they are"
+                f"{prefix!r} ({type(layer).__name__}): experts={layout!r} is supported for "
+                f"gpt-oss only; expected bf16 or FP8 experts"
             )
         return UnquantizedFusedMoEMethod(moe)
-    if layout == "fp8" or settings.quantize_experts:
-        return _ours(moe, "fp8", prefix, online=layout == "bf16")
     if layout == "bf16":
         return VllmBf16MoEMethod(moe)
     return _mxfp4_method(moe, prefix)
 
 
-def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
+def _fp8_method(layer: RoutedExperts, prefix: str, online: bool) -> FusedMoEMethodBase:
+    moe = layer.moe_config
+    plain = layer.swiglu_limit is None and layer.swiglu_alpha is None and layer.swiglu_beta is None
+    if layer.activation not in _ACTIVATIONS or not plain:
+        raise UnsupportedModelError(
+            f"{prefix!r}: experts='fp8' with activation {layer.activation.value!r} (swiglu_limit="
+            f"{layer.swiglu_limit}, swiglu_alpha={layer.swiglu_alpha}, swiglu_beta="
+            f"{layer.swiglu_beta}); expected silu, or gpt-oss"
+        )
+    refusal = _kernel_refusal(moe) or _shape_refusal(moe)
+    routes = _routes_like_ours(layer)
+    if not routes:
+        refusal = refusal or "a routing other than softmax and top-k"
+    return _ours(moe, "fp8", prefix, online, routes, ours=_takes_ours("FP8", refusal))
+
+
+def _routes_like_ours(layer: RoutedExperts) -> bool:
+    """Whether the layer's routing is a softmax over the experts and the largest top_k."""
+    return (
+        layer.scoring_func == "softmax"
+        and not layer.use_grouped_topk
+        and layer.custom_routing_function is None
+        and layer.e_score_correction_bias is None
+        and not layer.apply_router_weight_on_input
+        and layer.expert_map_manager.num_fused_shared_experts == 0
+    )
+
+
+def _shape_refusal(moe: FusedMoEConfig) -> str | None:
+    hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
+    if hidden % 16 or inner % 16:
+        return f"hidden size {hidden} and {inner} intermediate columns a rank"
+    return None
+
+
+def _takes_ours(kind: str, refusal: str | None) -> bool:
+    """Whether a layer runs in our kernel of that kind; ``refusal``: why it cannot, or None.
+
+    Raises:
+        BackendUnavailableError: OSS_FUSED_EXPERTS=oss asks for a kernel that cannot run it.
+    """
     choice = envs.get("OSS_FUSED_EXPERTS")
-    refusal = _kernel_refusal(moe)
     if choice == "oss" and refusal:
         raise BackendUnavailableError(
-            f"OSS_FUSED_EXPERTS=oss: our MXFP4 expert kernel does not run with {refusal}; expected "
-            f"auto or vllm"
+            f"OSS_FUSED_EXPERTS=oss: our {kind} expert kernel does not run with {refusal}; "
+            f"expected auto or vllm"
         )
-    if choice == "oss" or (choice == "auto" and _ours_is_faster() and not refusal):
+    return choice == "oss" or (choice == "auto" and _ours_is_faster() and not refusal)
+
+
+def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
+    if _takes_ours("MXFP4", _kernel_refusal(moe)):
         return OssMxfp4MoEMethod(moe, prefix)
     if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
         return _ours(moe, "mxfp4", prefix)
@@ -109,7 +155,7 @@ def _ours_is_faster() -> bool:
 
 
 def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
-    """What keeps our MXFP4 kernel from running this layer; None if nothing does."""
+    """What keeps our kernels from running this layer; None if nothing does."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend}"
@@ -123,14 +169,19 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
 
 
 def _ours(
-    moe: FusedMoEConfig, layout: ExpertsLayout, prefix: str, online: bool = False
+    moe: FusedMoEConfig,
+    layout: ExpertsLayout,
+    prefix: str,
+    online: bool = False,
+    routes: bool = True,
+    ours: bool = False,
 ) -> FusedMoEMethodBase:
     if moe.is_lora_enabled and current_platform.is_cpu():
         raise UnsupportedModelError(
             f"{prefix!r}: LoRA with experts={layout!r} does not run on a CPU; serve it on a GPU, "
             f"or serve a bf16 checkpoint"
         )
-    return OssFp8MoEMethod(moe, layout, prefix, online)
+    return OssFp8MoEMethod(moe, layout, prefix, online, routes, ours)
 
 
 def norm_and_experts(

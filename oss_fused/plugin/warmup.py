@@ -97,3 +97,27 @@ def warm_experts(key: Hashable, hidden: int, limit: int, run: Callable[[int], An
         run(tokens)
         tokens *= 2
     run(limit)
+
+
+def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None:
+    """``warm_experts`` of a loaded layer of experts whose method routes by itself.
+
+    Args:
+        method: its ``apply_monolithic`` runs the layer.
+        layer: vLLM's RoutedExperts, with w13_weight and w2_weight [E, H, ...].
+        dtype: of the model.
+        limit: most tokens of one step.
+    """
+    weight = layer.w13_weight
+    if not weight.is_cuda:
+        return
+    hidden, experts = layer.w2_weight.shape[1], layer.global_num_experts
+
+    def run(tokens: int) -> None:
+        x = torch.zeros(tokens, hidden, dtype=dtype, device=weight.device)
+        logits = torch.randn(tokens, experts, dtype=dtype, device=weight.device)
+        method.apply_monolithic(layer, x, logits)
+
+    shape, kind = tuple(weight.shape), type(method)
+    key = ("experts", kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device)
+    warm_experts(key, hidden, limit, run)
