@@ -2,7 +2,8 @@
 """Which tiles the expert kernels take: deterministic rules, measured on an H200.
 
 No rule looks at anything but shapes, so that the kernels a server needs can be compiled before it
-serves (``warmup_batches``) and a CUDA graph always runs the same ones.
+serves (powers of two up to its largest batch meet them all) and a CUDA graph always runs the same
+ones.
 """
 
 from __future__ import annotations
@@ -48,21 +49,23 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
         gluon: the device runs the kernels for many tokens.
     """
     mean = pairs / experts
-    narrow, wide = Tile(1, 1, 3), Tile(2, 1, 3)
+    single, wide = Tile(1, 1, 4), Tile(2, 1, 4)
+    if gluon and mean > (160 if fp8 else 96):
+        return MoEConfig(256 if fp8 and mean >= 384 else 128, wide, wide, False, large=True)
     if fp8:
-        if mean <= 48:
-            return MoEConfig(32, wide, wide, False)
-        return MoEConfig(128, narrow, narrow, False)
+        if mean <= 24:
+            return MoEConfig(32, wide, single, False)
+        return MoEConfig(64, wide, wide, False)
     if mean <= 4:
-        # few programs in all: long steps for w13, shares of K for w2
-        if pairs <= 4:
-            return MoEConfig(8, Tile(1, 4, 3), Tile(1, 2, 3, shares=4), True)
-        return MoEConfig(8, Tile(1, 2, 3), Tile(1, 1, 4, shares=4 if pairs <= 16 else 1), True)
-    if mean <= 12:
-        return MoEConfig(16, Tile(2, 1, 4), Tile(1, 1, 4), True)
-    if mean <= 48:
-        return MoEConfig(32, wide, Tile(1, 1, 4) if mean <= 24 else wide, False)
-    return MoEConfig(128, narrow, narrow, False)
+        # few programs in all: long steps for w13, shares of K for w2, one step each if that is
+        # enough for K (then its weights are on their way before the kernel waits for w13)
+        if pairs <= 8:
+            gate_up = Tile(1, 4, 3) if pairs <= 4 else Tile(1, 2, 4)
+            return MoEConfig(8, gate_up, Tile(1, 4, 3, shares=6), True)
+        return MoEConfig(8, Tile(1, 2, 4), Tile(1, 1, 4, shares=4 if pairs <= 16 else 1), True)
+    if mean <= 24:
+        return MoEConfig(16, wide, single, promote=mean <= 12)
+    return MoEConfig(32, wide, wide, False)
 
 
 def routing_block(tokens: int, global_experts: int, top_k: int) -> tuple[int, bool]:
@@ -72,35 +75,6 @@ def routing_block(tokens: int, global_experts: int, top_k: int) -> tuple[int, bo
     if tokens <= limit:
         return _power_of_two(tokens), True
     return min(32, limit), False
-
-
-def warmup_batches(
-    max_tokens: int, experts: int, global_experts: int, top_k: int, fp8_min_tokens: int = -1
-) -> list[int]:
-    """Batch sizes that between them use every kernel variant up to ``max_tokens``.
-
-    Args:
-        max_tokens: the largest batch that will be served.
-        experts: of this rank.
-        global_experts: of the model.
-        top_k: experts a token.
-        fp8_min_tokens: as moe_mxfp4 takes it.
-
-    Returns:
-        Sizes in ascending order; run the layer once with each before serving.
-    """
-    batches, seen = [], set()
-    for tokens in range(1, max_tokens + 1):
-        fp8 = 0 <= fp8_min_tokens <= tokens
-        key = (
-            choose_config(tokens * top_k, experts, fp8),
-            routing_block(tokens, global_experts, top_k),
-            fp8,
-        )
-        if key not in seen:
-            seen.add(key)
-            batches.append(tokens)
-    return batches
 
 
 def _power_of_two(n: int) -> int:

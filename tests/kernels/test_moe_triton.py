@@ -8,7 +8,7 @@ import torch
 from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
-from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config, warmup_batches
+from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.registry import get_kernel
 
 pytest.importorskip("triton")
@@ -65,13 +65,12 @@ def test_configs_meet_the_tensor_cores_least_width(pairs, fp8):
             assert config.rows * (1 if fp8 else 2) >= 16 and tile.stages >= 2
 
 
-def test_warmup_batches_cover_every_variant():
-    batches = warmup_batches(2000, 32, 32, 4, fp8_min_tokens=1024)
-    assert batches[:4] == [1, 2, 3, 5] and len(batches) < 24
-    for tokens in range(1, 2000, 37):
-        fp8 = tokens >= 1024
-        config = choose_config(4 * tokens, 32, fp8)
-        assert any(choose_config(4 * b, 32, b >= 1024) == config for b in batches)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_powers_of_two_meet_every_config(fp8):
+    for experts, top_k in ((32, 4), (128, 4), (128, 8), (8, 2)):
+        configs = {choose_config(top_k * 2**n, experts, fp8, True) for n in range(14)}
+        for tokens in range(1, 8192, 7):
+            assert choose_config(top_k * tokens, experts, fp8, True) in configs
 
 
 def test_silu_has_a_scale_for_each_row(device):

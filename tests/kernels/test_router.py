@@ -124,6 +124,15 @@ def test_two_levels_hold_bfloat16_exactly(device, width):
     assert (codes[:, :, -(-width // 128) * 128 :].float() == 0).all()
 
 
+def test_rows_in_the_order_of_sorted_pairs(device):
+    x = torch.randn(3, 96, device=device).bfloat16()
+    # behind the pairs of this rank order holds anything
+    order = torch.tensor([5, 0, 3, 2, -7, 2**30], dtype=torch.int32, device=device)
+    codes, scale = encode_rows(x, 2, order=order)
+    assert codes.shape == (6, 2, 128)
+    assert torch.equal(decoded(codes, scale, 96)[:4], x.float()[[2, 0, 1, 1]])
+
+
 def test_one_level_is_the_token_quantisation(device):
     x = torch.randn(4, 96, device=device).bfloat16()
     x[1] = 0

@@ -167,6 +167,14 @@ def _gate_up_kernel(
     position = begin + tl.arange(0, ROWS)
     mask = tl.arange(0, ROWS) < count
     token = tl.load(order + position, mask=mask, other=0) // top_k
+    # what the sums will be multiplied with and moved by comes along with the first weights
+    row = tl.arange(0, SPAN)
+    column = group * 32 + row
+    words = weight_scale + row // 32 * (64 * ((K + 127) // 128)) + row % 32
+    gate_words, up_words = tl.load(words), tl.load(words + 32)
+    if bias is not None:
+        gate_shift = tl.load(bias + expert * N + 2 * column).to(tl.float32)
+        up_shift = tl.load(bias + expert * N + 2 * column + 1).to(tl.float32)
     acc = _products(
         x, weight, weight_scale, token, mask, 0, K, KP, ROWS, LEVELS, GROUPS,
         DEPTH, 1, PROMOTE, STAGES, WARPGROUPS,
@@ -174,16 +182,12 @@ def _gate_up_kernel(
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
     pairs = acc.reshape(GROUPS, 4, 2, 8, ROWS).permute(0, 1, 3, 4, 2).reshape(SPAN, ROWS, 2)
     gate, up = pairs.split()
-    row = tl.arange(0, SPAN)
-    s_ptrs = weight_scale + row // 32 * (64 * ((K + 127) // 128)) + row % 32
     scale = tl.load(x_scale + token, mask=mask, other=0.0)[None, :]
-    gate = gate * row_scale(tl.load(s_ptrs))[:, None] * scale
-    up = up * row_scale(tl.load(s_ptrs + 32))[:, None] * scale
-    column = group * 32 + row
+    gate = gate * row_scale(gate_words)[:, None] * scale
+    up = up * row_scale(up_words)[:, None] * scale
     if bias is not None:
-        b_ptrs = bias + expert * N + 2 * column
-        gate += tl.load(b_ptrs).to(tl.float32)[:, None]
-        up += tl.load(b_ptrs + 1).to(tl.float32)[:, None]
+        gate += gate_shift[:, None]
+        up += up_shift[:, None]
     if SILU:
         act = gate * tl.sigmoid(gate) * up
         o_ptrs = out + position.to(tl.int64)[None, :] * (N // 2) + column[:, None]
@@ -235,6 +239,14 @@ def _down_kernel(
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
     weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
+    # what the sums will be multiplied with and moved by comes with the weights, before the wait
+    row = group_row(tl.arange(0, 64 * GROUPS))
+    words = tl.load(weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64)
+    column = group * 64 + row
+    if bias is not None:
+        shift = tl.load(bias + expert * N + column).to(tl.float32)
+        if SHARES > 1:
+            shift = tl.where(share == 0, shift, 0.0)
     position = begin + tl.arange(0, ROWS)
     mask = tl.arange(0, ROWS) < count
     if SHARES * DEPTH >= (K + 127) // 128:
@@ -249,18 +261,12 @@ def _down_kernel(
             x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
             SHARES, PROMOTE, STAGES, WARPGROUPS,
         )  # fmt: skip
-    row = group_row(tl.arange(0, 64 * GROUPS))
-    s_ptrs = weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64
-    acc *= row_scale(tl.load(s_ptrs))[:, None]
+    acc *= row_scale(words)[:, None]
     if x_scale is not None:
         acc *= tl.load(x_scale + position, mask=mask, other=0.0)[None, :]
     else:
         acc *= 0.125
-    column = group * 64 + row
     if bias is not None:
-        shift = tl.load(bias + expert * N + column).to(tl.float32)
-        if SHARES > 1:
-            shift = tl.where(share == 0, shift, 0.0)
         acc += shift[:, None]
     o_ptrs = out + (share * n_pairs + position).to(tl.int64)[None, :] * N + column[:, None]
     tl.store(o_ptrs, round_to(acc, out.dtype.element_ty), mask=mask[None, :])
