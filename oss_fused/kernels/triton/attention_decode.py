@@ -100,7 +100,6 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    start_next()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -138,6 +137,7 @@ def _decode_attention_kernel(
     k = _load_tile(key_head, k_offsets, old, DTYPE)
     v = _load_tile(value_head, v_offsets, old, DTYPE)
     wait_for_inputs()
+    start_next()
     q_offsets = row * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
     q = _load_tile(query, q_offsets, mask_q, DTYPE)
     if end == length:

@@ -215,7 +215,6 @@ def _gemv_kernel(
     ROWS_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    start_next()
     X_WORDS: tl.constexpr = 2 if QUANTIZE else 1
     GROUPS: tl.constexpr = BLOCK_W // 4
     offs_n = tl.program_id(0) * ROWS_N + tl.arange(0, ROWS_N)
@@ -238,6 +237,7 @@ def _gemv_kernel(
     if bias is not None:
         shift = tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs()
+    start_next()
     offs_x = tl.arange(0, BLOCK_W * X_WORDS)
     if QUANTIZE:
         bits = tl.zeros([ROWS_M], tl.int32)

@@ -80,6 +80,7 @@ def _multiply(
     if bias is not None:
         shift = gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[:, None]
     wait_for_inputs()
+    start_next()
     if A_ROWS:
         token = gl.load(a_scale + offs_m, mask=offs_m < m, other=0.0)[None, :]
     else:
@@ -127,7 +128,6 @@ def _gemm_stream_kernel(
     B_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    start_next()
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]

@@ -34,7 +34,6 @@ def _gemm_swap_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    start_next()
     first_n = tl.program_id(0) * BLOCK_N
     first_m = tl.program_id(1) * BLOCK_M
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -49,6 +48,7 @@ def _gemm_swap_kernel(
     if bias is not None:
         shift = tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     wait_for_inputs()
+    start_next()
     if A_ROWS:
         token = tl.load(a_scale + offs_m, mask=in_m, other=0.0)[None, :]
     else:

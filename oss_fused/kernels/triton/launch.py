@@ -4,6 +4,11 @@
 A kernel launched with ``launch_pdl=True`` may touch weights at once, since nothing writes them
 while a model serves. Everything else, outputs included, comes after ``wait_for_inputs``: the
 allocator may have handed us memory that the kernel before still reads.
+
+``start_next`` follows ``wait_for_inputs``, so that one kernel at most waits beside the one that
+runs. Called first thing, it lets kernels pile up, whose weights then compete with those of the
+kernel that runs: on an H200 a decoder layer of Llama-8B took 78 us so instead of 72 for one token,
+90 instead of 78 for eight.
 """
 
 from __future__ import annotations

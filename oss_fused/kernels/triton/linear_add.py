@@ -53,7 +53,6 @@ def _linear_add_kernel(
     BLOCK_M: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    start_next()
     BOX: gl.constexpr = weight_desc.block_type.shape[0]
     WIDTH: gl.constexpr = weight_desc.block_type.shape[1]
     dtype: gl.constexpr = out.dtype.element_ty
@@ -77,6 +76,7 @@ def _linear_add_kernel(
     token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     mask = in_n[:, None] & (token < m)[None, :]
     wait_for_inputs()
+    start_next()
     scale = quantize_tokens(x, None, None, None, tokens, m, k, stride_x, 0, 0.0, ROWS)
     scale = gl.convert_layout(scale, gl.SliceLayout(0, layout))[None, :]
     added = gl.load(

@@ -50,12 +50,12 @@ def _act_mul_quant_kernel(
     BLOCK: tl.constexpr,
     STATIC: tl.constexpr,
 ):
-    start_next()
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
     wait_for_inputs()
+    start_next()
     gate = tl.load(x + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride + n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     activated = round_to(activate(gate, ACTIVATION), dtype).to(tl.float32)

@@ -43,13 +43,13 @@ def _add_rms_norm_quant_kernel(
     STATIC: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
 ):
-    start_next()
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs()
+    start_next()
     hidden = tl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)

@@ -91,7 +91,6 @@ def _qkv_kernel(
     BLOCK_M: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    start_next()
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -112,6 +111,7 @@ def _qkv_kernel(
     for step in gl.static_range(STAGES):
         request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
     wait_for_inputs()
+    start_next()
     if ROWS == 0:
         request_tokens(a_desc, full, tokens, STAGES)
     else:

@@ -90,7 +90,6 @@ def _rope_kv_kernel(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    start_next()
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -105,6 +104,7 @@ def _rope_kv_kernel(
     left = pair if NEOX else 2 * pair
     right = pair + half if NEOX else 2 * pair + 1
     wait_for_inputs()
+    start_next()
     slot = tl.load(slot_mapping + token, mask=token < slots, other=-1).to(tl.int64)
     # a tensor, not a scalar: the interpreter takes no scalar in a mask
     write = (slot + tl.zeros_like(head)) >= 0
