@@ -4,7 +4,7 @@
 
 RMSNorm+RoPE against copy bandwidth, eager PyTorch and torch.compile; the steps of
 docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the overhead of the Python door; part
-"suite" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
+"rivals" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
 Writes FOLDER/library.json, the suite's reports FOLDER/library-suite.{json,md,html}, and merges the
 figures into FOLDER/summary.json.
 
@@ -44,7 +44,8 @@ TUNED: dict[str, tuple[str, tuple[int, ...]]] = {
     "gated_mlp": ("gated_mlp_gain", (64, 4096, 11264)),
     "rmsnorm_rope": ("rmsnorm_rope_gain", (1, 8192, 4096, 64)),
 }
-PARTS = ("norm", "suite", "matmul", "tuning", "door")
+# in the order in which they run: the matmul's v3 takes what tuning found
+PARTS = ("door", "norm", "tuning", "matmul", "rivals")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -67,66 +68,82 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_suite(suite: BenchmarkSuite, parts: list[str], rehearse: bool) -> dict[str, float]:
-    """The parts "norm" and "suite": rows go to ``suite``, the named figures come back."""
-    found = {}
-    if "norm" in parts:
-        hidden = (64, 128) if rehearse else (2048, 4096, 8192)
-        found = norm_figures(suite, 8 if rehearse else 8192, hidden)
-    if "suite" in parts and rehearse:
-        suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
-        suite.benchmark_fp8_gemm([(8, 64, 64)])
-    elif "suite" in parts:
+class Run:
+    """The parts of one call; what a part found is saved before the next one starts."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Nothing is measured yet."""
+        self.args = args
+        self.device = torch.device(args.device)
+        self.suite = BenchmarkSuite(5, 30, device=self.device)
+        self.figures: dict[str, float] = {}
+        self.detail: dict[str, Any] = {}
+        self.size, self.rounds = (8, 1) if args.rehearse else (4096, 5)
+
+    def door(self) -> None:
+        """Host time that the public function adds."""
+        self.figures |= door_overhead(self.device)
+
+    def norm(self) -> None:
+        """RMSNorm+RoPE at sequence 8192."""
+        hidden, length = ((64, 128), 8) if self.args.rehearse else ((2048, 4096, 8192), 8192)
+        self.figures |= norm_figures(self.suite, length, hidden)
+
+    def tuning(self) -> None:
+        """What the tuner gains."""
+        cache = TuningCache(self.args.output / "tuning_cache.json")
+        found = self.detail.setdefault("tuning", {})
+        for target in self.args.targets:
+            figure, sizes = TUNED[target]
+            gain, found[target] = tuning_gain(self.device, target, sizes, cache)
+            self.figures[f"library.tuning.{figure}"] = gain
+
+    def matmul(self) -> None:
+        """The tutorial's steps; v3 and v4 with what the tuner found."""
+        tuned = self.detail.get("tuning", {}).get("matmul", {}).get("config")
+        found, times = matmul_steps(self.device, self.size, self.rounds, tuned)
+        self.figures |= found
+        self.detail["matmul_ms"] = times
+        if self.args.chapter:
+            table = chapter_table(times, self.size, self.suite.ceilings.device)
+            write_chapter(self.args.chapter, table)
+
+    def rivals(self) -> None:
+        """The gated MLP and the FP8 GEMM on every backend."""
+        if self.args.rehearse:
+            self.suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
+            self.suite.benchmark_fp8_gemm([(8, 64, 64)])
+            return
         # cuBLAS is the rival here, and compiling around it takes longer than all measurements
-        suite.compile_baseline, suite.energy = False, suite.device.type == "cuda"
-        suite.benchmark_gated_mlp((64,), (1,), (4096,), (11264,))
-        suite.benchmark_fp8_gemm([(4096, 4096, 4096)])
-    return found
+        self.suite.compile_baseline = False
+        self.suite.energy = self.device.type == "cuda"
+        self.suite.benchmark_gated_mlp((64,), (1,), (4096,), (11264,))
+        self.suite.benchmark_fp8_gemm([(4096, 4096, 4096)])
+
+    def save(self) -> None:
+        """Write what there is."""
+        if self.figures:
+            write_figures(self.args.output, self.figures, self.detail)
+        for suffix in (".json", ".md", ".html") if self.suite.rows else ():
+            self.suite.save_report(self.args.output / f"library-suite{suffix}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the parts; returns the exit code."""
-    args = parse(argv)
-    device = torch.device(args.device)
-    figures: dict[str, float] = {}
-    detail: dict[str, Any] = {}
-    tuned: dict[str, int] | None = None
-    size, rounds = (8, 1) if args.rehearse else (4096, 5)
-    suite = BenchmarkSuite(5, 30, device=device)
-    try:
-        figures |= measure_suite(suite, args.parts, args.rehearse)
-        if "tuning" in args.parts:
-            cache = TuningCache(args.output / "tuning_cache.json")
-            detail["tuning"] = {}
-            for target in args.targets:
-                figure, sizes = TUNED[target]
-                gain, found_by = tuning_gain(device, target, sizes, cache)
-                figures[f"library.tuning.{figure}"] = gain
-                detail["tuning"][target] = found_by
-            tuned = detail["tuning"].get("matmul", {}).get("config")
-        if "matmul" in args.parts:
-            # after the tuner: v3 is the tuned step
-            found, detail["matmul_ms"] = matmul_steps(device, size, rounds, tuned)
-            figures |= found
-            if args.chapter:
-                write_chapter(
-                    args.chapter, chapter_table(detail["matmul_ms"], size, suite.ceilings.device)
-                )
-        if "door" in args.parts:
-            figures |= door_overhead(device)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OssFusedError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        # what was measured before a failure is worth keeping
-        if figures:
-            write_figures(args.output, figures, detail)
-        for suffix in (".json", ".md", ".html") if suite.rows else ():
-            suite.save_report(args.output / f"library-suite{suffix}")
-    for name, value in figures.items():
+    run = Run(parse(argv))
+    for part in PARTS:
+        if part not in run.args.parts:
+            continue
+        try:
+            getattr(run, part)()
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except (OssFusedError, RuntimeError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        run.save()
+    for name, value in run.figures.items():
         print(f"{name}: {value:.4g}", file=sys.stderr)
     return 0
 

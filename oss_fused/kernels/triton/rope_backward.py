@@ -119,6 +119,6 @@ def rmsnorm_rope_backward(
         eps,
         HEADS=triton.next_power_of_2(heads),
         HALF=triton.next_power_of_2(half),
-        num_warps=min(max(hidden // 512, 1), 16),
+        num_warps=min(triton.next_power_of_2(triton.cdiv(hidden, 512)), 16),
     )
     return dx, partial.sum(0).to(weight.dtype)
