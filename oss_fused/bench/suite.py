@@ -146,7 +146,7 @@ class BenchmarkSuite:
         batch_sizes: Sequence[int] = (1, 16, 64),
         seq_lens: Sequence[int] = (1,),
         hidden_dims: Sequence[int] = (2048, 4096),
-        intermediate_dims: Sequence[int] = (5632, 11264),
+        intermediate_dims: Sequence[int] = (5632, 11264, 22528),
         activations: Sequence[str] = ("silu",),
     ) -> list[BenchmarkRow]:
         """``fused_gated_mlp`` against two cuBLAS products and the activation."""
