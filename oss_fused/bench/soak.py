@@ -27,7 +27,7 @@ _SAMPLE_SECONDS = 5.0
 _PATIENCE_SECONDS = 900.0
 _DRAIN_SECONDS = 30.0
 # a weak model would fill its JSON with blanks up to the last token
-_NO_BLANKS = "--structured-outputs-config.disable_any_whitespace=True"
+_NO_BLANKS = '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @dataclass(frozen=True)
