@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""What the monitor (OSS_FUSED_MONITOR) costs while decoding, in this process's vLLM engine.
+
+Generates the same tokens with and without samples in turn; the difference, divided by the number
+of samples, is the cost of one. Also counts how many tokens are the same. Then it poisons a layer
+and says where the monitor saw NaN first. On a GPU the engine runs with CUDA graphs.
+
+  make_model.py --arch llama --size 8b --layers 8 --device cuda --output /tmp/llama-8b-8
+  bench_monitor.py /tmp/llama-8b-8 --output monitor.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NEVER = 10**9
+PROMPT = 64
+
+
+def main() -> int:
+    """Parse the command line, measure, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", help="folder of a bf16 checkpoint, a Llama or the like")
+    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--batches", type=int, nargs="+", default=[32, 1], help="requests at once (default: 32 1)")
+    add("--tokens", type=int, default=512, help="decode steps of a run (default: 512)")
+    add("--every", type=int, default=50, help="steps from one sample to the next (default: 50)")
+    add("--rounds", type=int, default=3, help="runs with and without samples (default: 3)")
+    args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["OSS_FUSED_MONITOR"] = str(NEVER)
+    engine = start(args.model, max(args.batches))
+    from oss_fused.bench.environment import fingerprint
+    from oss_fused.plugin.monitor import current
+
+    monitor = current()
+    if monitor is None:
+        print("bench_monitor: the model has no FP8 layers of this package", file=sys.stderr)
+        return 2
+    generate(engine, max(args.batches), args.tokens)
+    results: dict[str, Any] = {
+        "kind": "oss_fused.bench_monitor",
+        "environment": fingerprint(),
+        "layers_watched": len(monitor.statistics.layers),
+        "unsampled_step_us": unsampled_us(monitor),
+    }
+    for batch in args.batches:
+        results[f"batch_{batch}"] = measure(engine, monitor, batch, args)
+    results["poisoned"] = poison(engine, monitor)
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in results.items() if k != "environment"}), file=sys.stderr)
+    return 0
+
+
+def start(model: str, batch: int) -> Any:
+    """The engine."""
+    import torch
+    from vllm import LLM
+
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, batch]}}
+    options = graphs if torch.cuda.is_available() else {"enforce_eager": True}
+    return LLM(
+        model=model,
+        quantization="oss_fp8",
+        max_model_len=1024,
+        max_num_seqs=batch,
+        gpu_memory_utilization=0.5,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        **options,
+    )
+
+
+def generate(engine: Any, batch: int, tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds, and the tokens of each request."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 13 * b) % 900 + 10 for i in range(PROMPT)]}
+        for b in range(batch)
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    outputs = engine.generate(prompts, greedy, use_tqdm=False)
+    return time.perf_counter() - began, [list(out.outputs[0].token_ids) for out in outputs]
+
+
+def unsampled_us(monitor: Any, calls: int = 100_000) -> float:
+    """Microseconds that a step without a sample pays."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        monitor.end_step()
+    return (time.perf_counter() - began) / calls * 1e6
+
+
+def measure(engine: Any, monitor: Any, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Cost of a sample at one batch size."""
+    seconds: dict[int, list[float]] = {NEVER: [], args.every: []}
+    tokens: dict[int, list[list[int]]] = {}
+    generate(engine, batch, args.tokens)
+    before = monitor.statistics.samples
+    for number in range(2 * args.rounds):
+        # off, on, on, off, ...: a slow drift hits both alike
+        monitor.every = args.every if number % 4 in (1, 2) else NEVER
+        spent, tokens[monitor.every] = generate(engine, batch, args.tokens)
+        seconds[monitor.every].append(spent)
+        time.sleep(0.2)
+    samples = (monitor.statistics.samples - before) / args.rounds
+    plain = statistics.median(seconds[NEVER])
+    extra = (statistics.median(seconds[args.every]) - plain) / samples
+    step = plain / args.tokens
+    same = [
+        x == y
+        for mine, other in zip(tokens[NEVER], tokens[args.every])
+        for x, y in zip(mine, other)
+    ]
+    return {
+        "step_ms": step * 1e3,
+        "samples_a_run": samples,
+        "sample_extra_ms": extra * 1e3,
+        "cost_share_at_every_1000": extra / (1000 * step),
+        "cost_share_at_every_2000": extra / (2000 * step),
+        "same_tokens": sum(same) / len(same),
+        "seconds": {"without": seconds[NEVER], "with": seconds[args.every]},
+    }
+
+
+def poison(engine: Any, monitor: Any) -> dict[str, Any]:
+    """Make the second layer's output NaN; name the first layers at which that was seen."""
+    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    model.model.layers[1].mlp.down_proj.weight_scale.data.fill_(float("nan"))
+    monitor.every = 5
+    generate(engine, 2, 16)
+    time.sleep(1.0)
+    seen = [name for name, figures in monitor.statistics.layers.items() if figures.nonfinite]
+    return {"layer": "model.layers.1.mlp.down_proj", "seen_first_at": seen[:2], "layers": len(seen)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
