@@ -145,8 +145,9 @@ class Case:
     def launch(self) -> Launch:
         """What the rule gives this case."""
         shape = self.shape
+        positions = self.table.shape[1] * PAGE
         return launch_for(
-            self.batch, shape.kv_heads, shape.head_dim, shape.window, self.table.shape[1] * PAGE
+            self.batch, shape.kv_heads, shape.head_dim, shape.fp8, shape.window, positions
         )
 
 
@@ -166,7 +167,7 @@ def candidates(case: Case) -> Iterator[Launch]:
         while splits <= 64 and splits <= -(-seen // block_n):
             # as many programs as no GPU holds, or too few to fill it
             if case.batch * shape.kv_heads * splits <= 4096 or splits == 1:
-                yield Launch(splits, block_n, warps)
+                yield Launch(splits, block_n, warps, 1)
             splits *= 2
 
 

@@ -65,21 +65,21 @@ def test_equals_reference(device, lens, window, sinks):
 
 
 def test_splits_have_a_least_size(device, monkeypatch):
-    few = attention_decode.Launch(splits=4, block_n=64, min_tiles=2)
+    few = attention_decode.Launch(splits=4, block_n=64, warps=4, min_tiles=2)
     monkeypatch.setattr(attention_decode, "launch_for", lambda *_: few)
     expected, actual = both(make(device, [300, 100, 520, 64]))
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 16, 64, 128, 1000])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 64), (8, 128), (1, 80), (32, 128)])
-def test_launches_fill_the_gpu_and_no_more(rows, heads, dim):
-    short = attention_decode.launch_for(rows, heads, dim, 0, 64)
-    assert short.splits == 1
-    long = attention_decode.launch_for(rows, heads, dim, 0, 131072)
-    assert 1 <= long.splits <= 32
-    assert long.splits == 1 or rows * heads * long.splits <= 32768
-    assert attention_decode.launch_for(rows, heads, dim, 128, 131072).splits <= 2
+def test_launches_fill_the_gpu_and_no_more(heads, dim, fp8):
+    for rows in (1, 3, 8, 16, 64, 128, 1000):
+        short = attention_decode.launch_for(rows, heads, dim, fp8, 0, 64)
+        assert short.splits == 1
+        long = attention_decode.launch_for(rows, heads, dim, fp8, 0, 131072)
+        assert long.splits == 1 or rows * heads * long.splits <= 32768
+        assert attention_decode.launch_for(rows, heads, dim, fp8, 128, 131072).splits <= 2
 
 
 @pytest.mark.parametrize(

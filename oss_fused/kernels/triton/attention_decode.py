@@ -15,6 +15,7 @@ that kernel may be writing.
 
 from __future__ import annotations
 
+import bisect
 from typing import NamedTuple
 
 import torch
@@ -23,12 +24,49 @@ import triton.language as tl
 
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import INTERPRETED, from_fp8, round_to
+from oss_fused.kernels.validation import FP8
 from oss_fused.kernels.validation_attention import check_decode_attention
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_SPLITS = 32
-# of rows times KV heads
-_MANY_PROGRAMS = 512
+
+
+class Launch(NamedTuple):
+    """How a batch is cut up: programs a head, positions a tile and warps of one.
+
+    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
+    """
+
+    splits: int
+    block_n: int
+    warps: int
+    min_tiles: int
+
+
+# (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
+# beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md)
+_PROGRAMS = (8, 64, 512)
+_LARGE_HEADS = (
+    Launch(16, 128, 8, 1),
+    Launch(4, 128, 4, 2),
+    Launch(1, 128, 4, 1),
+    Launch(1, 64, 4, 1),
+)
+_LAUNCHES = {
+    (False, False): (
+        Launch(32, 128, 4, 1),
+        Launch(4, 128, 8, 2),
+        Launch(4, 128, 4, 8),
+        Launch(4, 64, 4, 16),
+    ),
+    (False, True): (
+        Launch(64, 128, 4, 1),
+        Launch(8, 128, 4, 1),
+        Launch(2, 128, 4, 4),
+        Launch(1, 128, 4, 1),
+    ),
+    (True, False): _LARGE_HEADS,
+    (True, True): _LARGE_HEADS,
+}
 
 
 @triton.jit
@@ -214,41 +252,23 @@ def _decode_attention_kernel(
         tl.store(out + o_offsets, round_to(result, out.dtype.element_ty), mask=mask_q)
 
 
-class Launch(NamedTuple):
-    """How a batch is cut up: programs a head, positions a tile and warps of one.
-
-    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
-    """
-
-    splits: int
-    block_n: int
-    warps: int = 4
-    min_tiles: int = 1
-
-
-def launch_for(rows: int, heads: int, head_dim: int, window: int, positions: int) -> Launch:
+def launch_for(
+    rows: int, heads: int, head_dim: int, fp8: bool, window: int, positions: int
+) -> Launch:
     """The launch of a batch; depends on nothing that changes between replays of a CUDA graph.
-
-    Measured on an H200: batch 1 to 128, context 128 to 32768, heads of 64 and 128
-    (docs/results/h200/attention.json).
 
     Args:
         rows: sequences, padding included.
         heads: KV heads.
         head_dim: of a head.
+        fp8: whether the cache is.
         window: of the layer, 0 for none.
         positions: most that a sequence can have, by the width of the block table.
     """
-    programs = rows * heads
-    small = head_dim <= 64
-    # many programs hide latency by their number, few by the size of their loads
-    block_n = 64 if programs > _MANY_PROGRAMS else 128
-    warps = 8 if (8 < programs <= 64 if small else programs <= 8) else 4
-    most = (_SPLITS if programs <= 8 else 8 if programs <= 64 else 4) if small else 256 // programs
-    tiles = triton.cdiv(min(window or positions, positions), block_n)
-    splits = max(1, min(_SPLITS, most, triton.next_power_of_2(tiles)))
-    min_tiles = 1 if programs <= 8 else 2 if programs <= 64 else 512 // block_n
-    return Launch(splits, block_n, warps, min_tiles)
+    bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
+    best = _LAUNCHES[head_dim > 64, fp8][bucket]
+    tiles = triton.cdiv(min(window or positions, positions), best.block_n)
+    return best._replace(splits=min(best.splits, triton.next_power_of_2(tiles)))
 
 
 def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
@@ -281,7 +301,8 @@ def decode_attention(
     page_size, heads = key_cache.shape[1:3]
     group = q_heads // heads
     positions = block_table.shape[1] * page_size
-    launch = launch_for(rows, heads, head_dim, window, positions)
+    fp8 = key_cache.dtype == FP8
+    launch = launch_for(rows, heads, head_dim, fp8, window, positions)
     splits = launch.splits
     block_g = max(16, triton.next_power_of_2(group))
     block_d = max(16, triton.next_power_of_2(head_dim))
