@@ -25,8 +25,9 @@ TOP_K = 4
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256, 1024, 8192)
 # above this the layer is bound by arithmetic: FP8 activations are measured as well
 FP8_FROM = 256
-# relative errors: bfloat16 outputs and intermediate; FP8 activations moved by a code
-EXACT_ERROR = 3e-3
+# relative errors: bfloat16 outputs and intermediate, for many tokens each expert's share as well;
+# FP8 activations moved by a code
+EXACT_ERROR = 4e-3
 FP8_ERROR = 1e-2
 
 # x, router logits -> output, one for each layer

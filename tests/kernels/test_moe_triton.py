@@ -127,4 +127,17 @@ def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
     actual, expected = run(layer, 0.05 * x, logits, top_k=4, fp8=fp8)
     again, _ = run(layer, 0.05 * x, logits, top_k=4, fp8=fp8)
     assert torch.equal(actual, again)
-    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else SAME_ARITHMETIC)
+    # for many tokens each expert's share is rounded to bfloat16 before the shares are added
+    exact = SAME_ARITHMETIC if tokens < 700 else 2 * SAME_ARITHMETIC
+    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden,inter", [(2880, 1440), (4096, 1536), (256, 128)])
+@pytest.mark.parametrize("fp8", [-1, 0])
+def test_many_tokens_of_other_shapes_and_a_part_of_the_experts(device, hidden, inter, fp8):
+    layer = Layer(hidden, inter, 4).to(device)
+    x, logits = inputs(device, 1500, hidden, 8)
+    expert_map = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1], dtype=torch.int32, device=device)
+    actual, expected = run(layer, 0.05 * x, logits, expert_map=expert_map, fp8=fp8)
+    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else 2 * SAME_ARITHMETIC)

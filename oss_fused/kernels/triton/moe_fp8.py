@@ -52,8 +52,8 @@ def _gate_up_kernel(
     """act(w13 @ x + bias) of sorted rows: [P, N/2] in out's dtype."""
     unit = tl.program_id(0)
     tile = tl.program_id(1)
-    start_next()
     wait_for_inputs()
+    start_next()
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
@@ -92,8 +92,8 @@ def _down_kernel(
     """w2 @ x + bias of sorted rows: [P, N] in out's dtype."""
     unit = tl.program_id(0)
     tile = tl.program_id(1)
-    start_next()
     wait_for_inputs()
+    start_next()
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return

@@ -90,8 +90,8 @@ def _only_step(
     mask = tl.arange(0, 64)[None, :] < width[:, None]
     w = tl.load(w_ptrs + begin * 4096, mask=mask, other=0, eviction_policy="evict_first")
     s = tl.load(s_ptrs + begin * 64, mask=chunk < CHUNKS, other=0)
-    start_next()
     wait_for_inputs()
+    start_next()
     x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
     k = begin * 128 + tl.arange(0, 128 * DEPTH)
     tokens = tl.load(
@@ -255,8 +255,8 @@ def _down_kernel(
             PROMOTE, WARPGROUPS,
         )  # fmt: skip
     else:
-        start_next()
         wait_for_inputs()
+        start_next()
         acc = _products(
             x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
             SHARES, PROMOTE, STAGES, WARPGROUPS,

@@ -108,6 +108,7 @@ def _load_tokens(desc, ring, full, empty, tiles, n_tiles, units, K: gl.constexpr
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_for_inputs()
+    start_next()
     for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
         tile = index // units
         if gl.load(tiles + tile * 3) >= 0:
@@ -285,7 +286,6 @@ def _large_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    start_next()
     tensors = (x_scale, weight, weight_scale, bias, out)
     gl.warp_specialize(
         [

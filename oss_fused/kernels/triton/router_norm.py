@@ -33,7 +33,6 @@ def _add_rms_norm_router_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < H
-    start_next()
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if gate is not None:
         expert = part * PART + tl.arange(0, PART)
@@ -41,6 +40,7 @@ def _add_rms_norm_router_kernel(
         gate_mask = live[:, None] & mask[None, :]
         rows = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
     wait_for_inputs()
+    start_next()
     hidden = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
