@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+"""Inputs of bench_attention.py, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from oss_fused.bench.attention_cases import SHAPES, Case, candidates, make_pool
+from oss_fused.kernels.registry import get_kernel
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda shape: shape.name)
+def test_a_case_runs_on_every_layer(shape, device):
+    case = Case(shape, 1, 40, make_pool(device, 1 << 18))
+    assert len(case.caches) == case.layers > 1
+    assert case.ideal_bytes == 40 * shape.position_bytes
+    outputs = []
+    for call, (keys, values) in zip(case.ours()[:2], case.caches):
+        call()
+        outputs.append(case.out.clone())
+        expected = torch.empty_like(case.out)
+        scales = [case.one if shape.fp8 else None] * 3
+        get_kernel("torch", "decode_attention")(
+            *(case.query, keys, values, case.table, case.lens, expected, case.arrivals),
+            *(shape.head_dim**-0.5, shape.window, case.sinks, *scales),
+        )
+        torch.testing.assert_close(outputs[-1], expected, atol=1e-2, rtol=2e-2)
+    assert not torch.equal(*outputs)
+    assert case.launch().splits == 1
+    assert {launch.splits for launch in candidates(case)} == {1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_needs_a_gpu(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("bench_attention", PATH)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(sys, "argv", ["bench_attention.py", "--output", str(tmp_path / "a.json")])
+    assert script.main() == 1
+    assert "GPU" in capsys.readouterr().err
