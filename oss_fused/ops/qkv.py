@@ -32,8 +32,8 @@ _ROPE = (
 
 def _qkv_rope_kv_fake(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
     weight: torch.Tensor,
+    x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
@@ -99,7 +99,7 @@ register_op(
     _fp8_linear_add_fake,
 )
 register_op(
-    "qkv_rope_kv(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, "
+    "qkv_rope_kv(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, "
     f"ScalarType out_dtype, {_ROPE}) -> Tensor",
     _qkv_rope_kv_fake,
 )

@@ -37,7 +37,7 @@ _MOMENTUM = 0.9
 # share of a sample's tokens at the limit of a static scale that counts as misbehaviour
 _SATURATED = 0.01
 # operator -> position of the weight among its arguments
-_WEIGHT_AT = {"fp8_linear": 1, "fp8_gemm": 1, "moe_mxfp4": 2}
+_WEIGHT_AT = {"fp8_linear": 1, "fp8_gemm": 1, "qkv_rope_kv": 1, "moe_mxfp4": 2}
 
 logger = init_logger(__name__)
 

@@ -6,6 +6,10 @@ their own. Here ``torch.ops.oss_fused.rope_attention`` takes their place and att
 cache and slots where vLLM's attention operator does, in the forward context, so it stands for that
 operator where the graph is split for piecewise CUDA graphs. Norms per head (Qwen3) are part of
 the same kernel. A layer whose embedding, cache or scaling is of another kind stays vLLM's.
+
+Up to FEW_TOKENS the projection itself joins that kernel (``qkv_rope_kv``) where it can. A compiled
+graph cannot choose by batch size, so both operators look at the number of tokens: for few,
+``project_many`` returns memory that nobody reads, and rope_attention takes the codes instead.
 """
 # no postponed annotations: the operator's schema is read from them
 
@@ -18,6 +22,8 @@ from vllm.model_executor.layers.attention.attention import (
     get_attention_context,
     unified_attention_with_output,
 )
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.gpt_oss import OAIAttention
 from vllm.model_executor.models.llama import LlamaAttention
@@ -37,10 +43,42 @@ from oss_fused.ops.registration import LIBRARY
 from oss_fused.plugin.attention import FP8, OssAttentionImpl
 
 _OP = "oss_fused::rope_attention"
+# one kernel from the projection on was measured to be faster up to so many tokens
+FEW_TOKENS = 16
+
+
+def project_many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """fp8_gemm of more than FEW_TOKENS rows; for fewer, memory of the result's shape."""
+    if x.shape[0] <= FEW_TOKENS:
+        return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return torch.ops.oss_fused.fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
+
+
+def _project_many_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
 def rope_attention(
-    qkv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor, layer_name: LayerNameType
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+    codes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """Rotate q and k of ``qkv``, write k and v to the cache, attend into ``output``.
 
@@ -49,6 +87,8 @@ def rope_attention(
         positions: [T].
         output: [T, heads, head_dim].
         layer_name: of vLLM's attention layer.
+        codes: [T, K], input of the projection where ``qkv`` is project_many's.
+        scale: [T, 1] of the codes.
     """
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     rows, heads, size = output.shape
@@ -57,17 +97,28 @@ def rope_attention(
         # a profiling run: no cache yet, and attention only fills its output
         query = torch.empty_like(output)
     else:
-        query = layer.impl.rope(layer, qkv, positions, cache, slots).view(rows, heads, size)
+        few = codes is not None and rows <= FEW_TOKENS
+        projected = (codes, scale) if few else (qkv,)
+        query = layer.impl.rope(layer, projected, positions, cache, slots)
+        query = query.view(rows, heads, size)
     # keys and values are in the cache: attention looks at their shape alone
     unified_attention_with_output(query, keys, values, output, layer_name)
 
 
 def _rope_attention_fake(
-    qkv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor, layer_name: LayerNameType
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+    codes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     return None
 
 
+direct_register_custom_op(
+    "project_many", project_many, fake_impl=_project_many_fake, target_lib=LIBRARY
+)
 direct_register_custom_op(
     "rope_attention",
     rope_attention,
@@ -84,24 +135,29 @@ class RopeAndCache:
         """Bind to ``attention``: its weights are read at every call, they may be reloaded."""
         self.attention = attention
         self.quantise_query = attention.attn.query_quant is not None
+        # a norm per head needs whole heads, which the joined kernel cuts in parts
+        self.joins = not hasattr(attention, "q_norm") and _joined_kernel_takes(attention)
 
     def __call__(
         self,
         layer: Any,
-        qkv: torch.Tensor,
+        projected: tuple[Any, ...],
         positions: torch.Tensor,
         cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Write k and v; returns rotated q [T, heads * head_dim], FP8 where attention wants it."""
+        """Write k and v; returns rotated q [T, heads * head_dim], FP8 where attention wants it.
+
+        ``projected`` is (qkv,), or (codes, scale) of what the projection has still to read.
+        """
         quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
         if quantised:
             cache = cache.view(FP8)
         attention, rope = self.attention, self.attention.rotary_emb
         q_norm = getattr(attention, "q_norm", None)
         k_norm = getattr(attention, "k_norm", None)
-        return torch.ops.oss_fused.rope_kv(
-            *(qkv, positions, rope.cos_sin_cache, layer.num_heads, rope.is_neox_style),
+        arguments = (
+            *(positions, rope.cos_sin_cache, layer.num_heads, rope.is_neox_style),
             *cache.transpose(1, 2).split(layer.head_size, dim=-1),
             slots,
             layer._k_scale if quantised else None,
@@ -110,6 +166,13 @@ class RopeAndCache:
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.variance_epsilon,
             layer._q_scale if self.quantise_query else None,
+        )
+        if len(projected) == 1:
+            return torch.ops.oss_fused.rope_kv(*projected, *arguments)
+        linear = attention.qkv_proj
+        return torch.ops.oss_fused.qkv_rope_kv(
+            *(projected[0], linear.weight, projected[1], linear.weight_scale, linear.bias),
+            *(rope.cos_sin_cache.dtype, *arguments),
         )
 
     def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:
@@ -126,17 +189,38 @@ class RopeAndCache:
                 rows, (layer.num_heads + 2 * heads) * size, dtype=dtype, device=device
             )
             index = torch.zeros(rows, dtype=torch.int64, device=device)
-            self(layer, qkv, index, cache, index - 1)
+            self(layer, (qkv,), index, cache, index - 1)
+        linear = self.attention.qkv_proj
+        if not self.joins or getattr(linear, "_input_quant_key", None) != kFp8DynamicTokenSym:
+            return
+        for rows in (1, min(max_rows, FEW_TOKENS)):
+            codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
+            index = torch.zeros(rows, dtype=torch.int64, device=device)
+            scale = torch.ones(rows, 1, device=device)
+            self(layer, (codes, scale), index, cache, index - 1)
+
+
+def _is_token_wise(x: torch.Tensor | QuantizedActivation) -> bool:
+    return isinstance(x, QuantizedActivation) and x.quant_key == kFp8DynamicTokenSym
 
 
 def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch.Tensor:
     """``o_proj(attention(rope(qkv_proj(hidden_states))))`` of a module that fits."""
-    qkv, _ = attention.qkv_proj(hidden_states)
-    layer = attention.attn
+    layer, linear = attention.attn, attention.qkv_proj
+    codes, scale = None, None
+    if layer.impl.rope.joins and _is_token_wise(hidden_states):
+        codes, scale = hidden_states.data, hidden_states.scale
+        qkv = torch.ops.oss_fused.project_many(
+            *(codes, linear.weight, scale, linear.weight_scale, linear.bias),
+            hidden_states.orig_dtype,
+        )
+    else:
+        qkv, _ = linear(hidden_states)
     output = torch.empty(
         (qkv.shape[0], layer.num_heads, layer.head_size), dtype=qkv.dtype, device=qkv.device
     )
-    torch.ops.oss_fused.rope_attention(qkv, positions, output, _encode_layer_name(layer.layer_name))
+    name = _encode_layer_name(layer.layer_name)
+    torch.ops.oss_fused.rope_attention(qkv, positions, output, name, codes, scale)
     return attention.o_proj(output.view(qkv.shape[0], -1))[0]
 
 
@@ -202,6 +286,16 @@ def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
     splits = vllm_config.compilation_config.splitting_ops
     if found and splits and _OP not in splits:
         splits.append(_OP)
+
+
+def _joined_kernel_takes(attention: Any) -> bool:
+    rope = attention.rotary_emb
+    if not rope.cos_sin_cache.is_cuda:
+        return False
+    from oss_fused.kernels.triton.qkv_stream import joins
+
+    size = attention.attn.head_size
+    return joins(rope.cos_sin_cache.device, size, rope.rotary_dim, rope.is_neox_style)
 
 
 def _fits(attention: Any, dtype: torch.dtype) -> bool:

@@ -63,7 +63,7 @@ def run(backend, x, residual, arguments, cache_dtype):
         x, None, arguments.pop("gain"), arguments.pop("norm_eps"), None, False
     )
     rest = list(arguments.values())
-    q = get_kernel(backend, "qkv_rope_kv")(codes, scale, *rest[:3], x.dtype, *rest[3:])
+    q = get_kernel(backend, "qkv_rope_kv")(codes, rest[0], scale, *rest[1:3], x.dtype, *rest[3:])
     return q, *caches, added
 
 
@@ -169,7 +169,7 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.oss_fused.norm_qkv_rope_kv.default, args, test_utils=tests)
     codes, scale = torch.ops.oss_fused.quantize_fp8(x, None, "token")
     rest = list(arguments.values())[2:]
-    args = (codes, scale, *rest[:3], torch.bfloat16, *rest[3:])
+    args = (codes, rest[0], scale, *rest[1:3], torch.bfloat16, *rest[3:])
     torch.library.opcheck(torch.ops.oss_fused.qkv_rope_kv.default, args, test_utils=tests)
     args = (x, *rest[:2], None, rest[2], torch.randn(3, 256, device=device).bfloat16())
     torch.library.opcheck(torch.ops.oss_fused.fp8_linear_add.default, args, test_utils=tests)

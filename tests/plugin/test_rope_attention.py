@@ -103,6 +103,30 @@ def test_rotates_writes_and_attends(fp8, norm, context):
     assert written.nonzero().flatten().tolist() == [2, 5, 33]
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_projection_joins_for_few_tokens(few, context, monkeypatch):
+    attention, cache, _ = context(fp8=True)
+    monkeypatch.setattr(rope_attention, "FEW_TOKENS", TOKENS if few else TOKENS - 1)
+    weight = torch.randn((HEADS + 2 * KV_HEADS) * SIZE, 32)
+    codes, scale = torch.ops.oss_fused.quantize_fp8(weight, None, "channel")
+    attention.qkv_proj = SimpleNamespace(weight=codes, weight_scale=scale, bias=None)
+    x, x_scale = torch.ops.oss_fused.quantize_fp8(torch.randn(TOKENS, 32), None, "token")
+    positions = torch.randint(0, 40, (TOKENS,))
+    args = (x, codes, x_scale, scale, None, torch.bfloat16)
+    qkv = torch.ops.oss_fused.project_many(*args)
+    want = torch.ops.oss_fused.fp8_gemm(*args)
+    assert qkv.shape == want.shape and (few or torch.equal(qkv, want))
+    outputs = []
+    for first, rest in ((want, ()), (qkv.fill_(torch.nan) if few else qkv, (x, x_scale))):
+        cache.zero_()
+        output = torch.zeros(TOKENS, HEADS, SIZE, dtype=torch.bfloat16)
+        name = _encode_layer_name("layer")
+        torch.ops.oss_fused.rope_attention(first, positions, output, name, *rest)
+        outputs.append((output, cache.clone()))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+
+
 def test_profiling_run_has_no_cache(context):
     _, cache, _ = context(slots=False)
     run()

@@ -12,8 +12,8 @@ from oss_fused.kernels.reference.rope import rope_kv
 
 def qkv_rope_kv(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
     weight: torch.Tensor,
+    x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
@@ -65,7 +65,7 @@ def norm_qkv_rope_kv(
     rope = (num_heads, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     codes, scale, added, _ = add_rms_norm_quant(x, residual, gain, norm_eps, None, False)
     q = qkv_rope_kv(
-        *(codes, scale, weight, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
+        *(codes, weight, scale, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
         *(q_norm, k_norm, eps, q_scale),
     )
     return q, added

@@ -18,8 +18,8 @@ FUSED_NORM_ROWS = 4
 
 def qkv_rope_kv(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
     weight: torch.Tensor,
+    x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
@@ -38,7 +38,8 @@ def qkv_rope_kv(
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q of the projection of ``x``; see ops/qkv.py for the contract."""
-    options = (key_cache, is_neox, (q_norm, k_norm), (k_scale, v_scale))
+    tokens, norms, scales = (positions, slot_mapping), (q_norm, k_norm), (k_scale, v_scale)
+    options = (key_cache, is_neox, num_heads, tokens, norms, scales)
     if (
         aligned(x)
         and x_scale.numel() == x.shape[0]
@@ -80,7 +81,8 @@ def norm_qkv_rope_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As qkv_rope_kv of the normalised sum of ``x`` and ``residual``; see ops/qkv.py."""
     check_norm(x, residual, gain, None)
-    options = (key_cache, is_neox, (q_norm, k_norm), (k_scale, v_scale))
+    tokens, norms, scales = (positions, slot_mapping), (q_norm, k_norm), (k_scale, v_scale)
+    options = (key_cache, is_neox, num_heads, tokens, norms, scales)
     rope = (num_heads, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     if x.shape[0] <= FUSED_NORM_ROWS and fusible(x, weight, weight_scale, cos_sin_cache, *options):
         q, added = launch(
@@ -92,7 +94,7 @@ def norm_qkv_rope_kv(
         return q, added
     codes, scale, added, _ = add_rms_norm_quant(x, residual, gain, norm_eps, None, False)
     q = qkv_rope_kv(
-        *(codes, scale, weight, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
+        *(codes, weight, scale, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
         *(q_norm, k_norm, eps, q_scale),
     )
     return q, added

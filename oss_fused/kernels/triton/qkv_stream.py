@@ -27,6 +27,7 @@ from oss_fused.kernels.triton.stream_parts import (
     quantize_tokens,
     request_tokens,
     request_weights,
+    runs_on,
     stages,
     steps,
 )
@@ -178,6 +179,11 @@ def _qkv_kernel(
             _store(target + HALF, right, mask, k_scale)
 
 
+def joins(device: torch.device, head_dim: int, rotary_dim: int, is_neox: bool) -> bool:
+    """Whether this kernel runs on ``device`` and takes that rotary embedding."""
+    return runs_on(device) and is_neox and rotary_dim == head_dim and head_dim % (2 * _PAIRS) == 0
+
+
 def fusible(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -185,18 +191,21 @@ def fusible(
     cos_sin_cache: torch.Tensor,
     key_cache: torch.Tensor,
     is_neox: bool,
+    num_heads: int,
+    tokens: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor | None, ...],
     cache_scales: tuple[torch.Tensor | None, ...],
 ) -> bool:
-    """Whether this kernel takes the projection."""
-    head_dim = key_cache.shape[3]
+    """Whether this kernel takes the projection; not where shapes do not match."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    positions, slot_mapping = tokens
     return (
         fits(x, weight, weight_scale, _PAIRS)
-        and is_neox
+        and weight.shape[0] == (num_heads + 2 * kv_heads) * head_dim
+        and slot_mapping.shape[0] <= positions.shape[0] == x.shape[0]
+        and joins(x.device, head_dim, cos_sin_cache.shape[1], is_neox)
         and norms == (None, None)
         and (key_cache.dtype != FP8 or None not in cache_scales)
-        and cos_sin_cache.shape[1] == head_dim
-        and head_dim % (2 * _PAIRS) == 0
     )
 
 

@@ -212,6 +212,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, box:
     return (
         runs_on(x.device)
         and 0 < rows <= MAX_ROWS
+        and weight.shape[1] == k
         and x.stride(1) == 1
         and weight_scale.numel() == weight.shape[0]
         and stages(rows, k, box) >= min(_MIN_STAGES, steps(k))
