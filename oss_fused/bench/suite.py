@@ -214,7 +214,7 @@ class BenchmarkSuite:
                 return replace(row, status="wrong", message=message)
             try:
                 samples, timing = self._time(function, problem)
-                energy = self._energy(function, problem)
+                energy, note = self._energy(function, problem)
             except Exception as error:
                 return replace(row, status="failed", message=f"{type(error).__name__}: {error}")
         fp8 = isinstance(problem, FP8GEMMInput) and name != "pytorch"
@@ -226,6 +226,7 @@ class BenchmarkSuite:
         peak = self.ceilings.tflops.get(dtype)
         return replace(
             row,
+            message=note,
             latency_ms=timing.p50,
             p90_ms=timing.p90,
             p99_ms=timing.p99,
@@ -264,11 +265,15 @@ class BenchmarkSuite:
                 "BenchmarkSuite(graphs=False)"
             ) from error
 
-    def _energy(self, function: Implementation, problem: Problem) -> float | None:
+    def _energy(self, function: Implementation, problem: Problem) -> tuple[float | None, str]:
         if not self.energy:
-            return None
+            return None, ""
         arguments = problem.make(self.device)
-        return energy_per_call_mj(lambda: function(**arguments), self.device)
+        try:
+            return energy_per_call_mj(lambda: function(**arguments), self.device), ""
+        except BackendUnavailableError as error:
+            # a counter that cannot be read takes no time away
+            return None, str(error)
 
     def generate_report(self) -> str:
         """The rows as text for people, grouped by operation."""
