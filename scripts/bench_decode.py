@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=48, help="decode steps a measurement (default: 48)")
     add("--prefill", type=int, default=PREFILL, help="tokens of a prompt (default: 8192)")
     add("--rounds", type=int, default=2, help="measurements a load and arm (default: 2)")
-    add("--seconds", type=float, help="skip profiles and rounds past the first after this long")
+    add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,7 +57,7 @@ class Plan:
         flags: engine flags for all arms, before an arm's own.
         seed: of the prompts.
         startup_timeout: seconds an engine has to start.
-        deadline: of time.monotonic; past it nothing begins but the first round.
+        deadline: of time.monotonic; past it nothing begins.
         worker: program and arguments, see decode_worker (replaced in tests).
     """
 
@@ -94,6 +94,16 @@ class Plan:
         else:
             flags.append("--enforce-eager")
         return [*flags, *self.flags, *arm.flags]
+
+    def schedule(self) -> Iterator[tuple[int | None, Cell]]:
+        """Cells with their round, None for a profile, in the order of what is wanted most."""
+        short = min((cell.context for cell in self.cells if cell.steps), default=0)
+        later = [cell for cell in self.cells if cell.steps and cell.context > short]
+        yield from ((0, cell) for cell in self.cells if cell not in later)
+        yield from ((None, cell) for cell in self.profiles)
+        yield from ((0, cell) for cell in later)
+        for number in range(1, self.rounds):
+            yield from ((number, cell) for cell in self.cells)
 
 
 def _positions(cell: Cell) -> int:
@@ -173,7 +183,8 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
         WorkerExtension.oss_profile_stop returns) and "bandwidth" in bytes per second.
 
     Raises:
-        ServerError: an engine does not start, ends, or fails at a cell.
+        ServerError: an engine does not start, or fails before anything was measured; later
+            failures end the measurement and are named under "stopped".
     """
     results: dict[str, Any] = {"arms": {}, "measurements": [], "profiles": [], "bandwidth": None}
     with ExitStack() as stack:
@@ -191,36 +202,32 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
                 # what is compiled at first use, and the caches
                 short = Cell(cell.batch, cell.context, min(cell.steps, 8))
                 _measure(engine, short, plan.seed, number=-1)
-        _round(plan, engines, 0, results)
-        # the rest makes figures better; none of it is worth losing those of the first round
+        results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
         try:
-            results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
-            for cell in plan.profiles:
-                if not _late(plan):
+            for place, (number, cell) in enumerate(plan.schedule()):
+                if place and time.monotonic() > plan.deadline:
+                    results["stopped"] = "time is up"
+                    break
+                if number is None:
                     results["profiles"] += [_profile(engine, cell, plan.seed) for engine in engines]
-            for number in range(1, plan.rounds):
-                _round(plan, engines, number, results)
+                    continue
+                # neither arm always goes first
+                order = engines if place % 2 == 0 else engines[::-1]
+                results["measurements"] += [_row(plan, e, cell, number) for e in order]
         except ServerError as error:
-            plan.say(f"stopped early: {error}")
+            if not results["measurements"]:
+                raise
             results["stopped"] = str(error)
+        if "stopped" in results:
+            plan.say(f"stopped early: {results['stopped']}")
     return results
 
 
-def _late(plan: Plan) -> bool:
-    return time.monotonic() > plan.deadline
-
-
-def _round(plan: Plan, engines: Sequence[Engine], number: int, results: dict[str, Any]) -> None:
-    for place, cell in enumerate(plan.cells):
-        if number and _late(plan):
-            return
-        rows = []
-        for engine in engines if (number + place) % 2 == 0 else reversed(engines):
-            answer = _measure(engine, cell, plan.seed, number)
-            rows.append({"arm": engine.arm.name, "round": number, **asdict(cell), **answer})
-            median = statistics.median(answer["ms"])
-            plan.say(f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms")
-        results["measurements"] += rows
+def _row(plan: Plan, engine: Engine, cell: Cell, number: int) -> dict[str, Any]:
+    answer = _measure(engine, cell, plan.seed, number)
+    median = statistics.median(answer["ms"])
+    plan.say(f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms")
+    return {"arm": engine.arm.name, "round": number, **asdict(cell), **answer}
 
 
 def _profile(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:

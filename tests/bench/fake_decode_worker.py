@@ -29,7 +29,7 @@ def main() -> None:
             answer = {"steps": steps, "names": names, "launches": launches}
         elif what == "bandwidth":
             answer = {"bytes_per_second": 4e12}
-        elif request["batch"] == 13:
+        elif request["batch"] == 13 or request["context"] == 19:
             answer = {"error": "RuntimeError: unlucky"}
         else:
             answer = {"ms": [request["batch"] / speed] * 3}

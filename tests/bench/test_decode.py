@@ -96,10 +96,21 @@ def test_failures_name_the_engine_and_its_log(tmp_path):
         decode.run(plan(tmp_path, cells=[decode.Cell(13, 16, 8)]), tmp_path)
 
 
-def test_late_runs_keep_the_first_round(tmp_path):
-    results = decode.run(plan(tmp_path, rounds=3, deadline=0.0), tmp_path)
-    assert {row["round"] for row in results["measurements"]} == {0}
-    assert results["profiles"] == [] and len(results["measurements"]) == 2 * 3
+def test_the_most_wanted_comes_first_and_is_kept(tmp_path):
+    cells = [decode.Cell(1, 16, 8), decode.Cell(1, 64, 8), decode.Cell(1, 32, 0)]
+    whole = plan(tmp_path, cells=cells)
+    order = [(number, cell.context) for number, cell in whole.schedule()]
+    assert order[:5] == [(0, 16), (0, 32), (None, 16), (None, 32), (0, 64)]
+    assert [number for number, _ in order[5:]] == [1, 1, 1]
+    results = decode.run(plan(tmp_path, deadline=0.0), tmp_path)
+    assert [row["arm"] for row in results["measurements"]] == ["slow", "fast"]
+    assert results["stopped"] == "time is up"
+
+
+def test_a_late_failure_keeps_what_was_measured(tmp_path):
+    cells = [decode.Cell(1, 16, 8), decode.Cell(1, 19, 8)]
+    results = decode.run(plan(tmp_path, cells=cells, profiles=[]), tmp_path)
+    assert len(results["measurements"]) == 2 and "unlucky" in results["stopped"]
 
 
 def test_flags_fit_the_cells(tmp_path):
