@@ -48,8 +48,10 @@ def moe_mxfp4(
     fp8_min_tokens: int = -1,
 ) -> torch.Tensor:
     """MXFP4 experts; see ops/moe.py for the contract."""
-    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
-    check_mxfp4(x, w13, w13_scale, w2, w2_scale)
+    check_mxfp4_layer(
+        x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, expert_map,
+        activation,
+    )  # fmt: skip
 
     def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (
@@ -78,8 +80,10 @@ def moe_fp8(
     activation: str = "swigluoai",
 ) -> torch.Tensor:
     """FP8 experts; see ops/moe.py for the contract."""
-    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
-    check_fp8(x, w13, w13_scale, w2, w2_scale)
+    check_fp8_layer(
+        x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, expert_map,
+        activation,
+    )  # fmt: skip
 
     def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (
@@ -97,7 +101,7 @@ def uses_fp8_activations(tokens: int, activation: str, fp8_min_tokens: int) -> b
     return activation == "swigluoai" and 0 <= fp8_min_tokens <= tokens
 
 
-def check_moe(
+def _check_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
     w13: torch.Tensor,
@@ -108,7 +112,7 @@ def check_moe(
     expert_map: torch.Tensor | None,
     activation: str,
 ) -> None:
-    """Check what every expert format shares; the format's own check covers the weights."""
+    """Check what every expert format shares."""
     check_dtype("x", x, FLOAT_DTYPES)
     if x.dim() != 2:
         raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [T, H]")
@@ -133,14 +137,21 @@ def check_moe(
     )  # fmt: skip
 
 
-def check_mxfp4(
+def check_mxfp4_layer(
     x: torch.Tensor,
+    router_logits: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    expert_map: torch.Tensor | None,
+    activation: str,
 ) -> None:
-    """Check repacked MXFP4 weights against each other and x [T, H]."""
+    """Check the arguments of ``moe_mxfp4``."""
+    _check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
     hidden = x.shape[1]
     for name, tensor in (("w13", w13), ("w2", w2)):
         check_dtype(name, tensor, (torch.uint8,))
@@ -161,14 +172,21 @@ def check_mxfp4(
     check_same_device(x, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
-def check_fp8(
+def check_fp8_layer(
     x: torch.Tensor,
+    router_logits: torch.Tensor,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    expert_map: torch.Tensor | None,
+    activation: str,
 ) -> None:
-    """Check FP8 weights and their channel scales against each other and x [T, H]."""
+    """Check the arguments of ``moe_fp8``."""
+    _check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
     hidden = x.shape[1]
     if w13.dim() != 3 or w13.shape[1] % 32 or hidden % 16:
         raise ShapeMismatchError(

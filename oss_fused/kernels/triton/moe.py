@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
-from oss_fused.kernels.reference.moe import check_moe, check_mxfp4, uses_fp8_activations
+from oss_fused.kernels.reference.moe import check_mxfp4_layer, uses_fp8_activations
 from oss_fused.kernels.triton.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
 from oss_fused.kernels.triton.numerics import round_to
@@ -69,8 +69,10 @@ def moe_mxfp4(
     config: MoEConfig | None = None,
 ) -> torch.Tensor:
     """MXFP4 experts; see ops/moe.py for the contract. ``config`` overrides the choice of tiles."""
-    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
-    check_mxfp4(x, w13, w13_scale, w2, w2_scale)
+    check_mxfp4_layer(
+        x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, expert_map,
+        activation,
+    )  # fmt: skip
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

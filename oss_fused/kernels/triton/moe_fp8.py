@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.reference.moe import check_fp8, check_moe
+from oss_fused.kernels.reference.moe import check_fp8_layer
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe import combine
 from oss_fused.kernels.triton.moe_tile import dot_tile
@@ -128,8 +128,10 @@ def moe_fp8(
     activation: str = "swigluoai",
 ) -> torch.Tensor:
     """FP8 experts; see ops/moe.py for the contract."""
-    check_moe(x, router_logits, w13, w13_bias, w2, w2_bias, top_k, expert_map, activation)
-    check_fp8(x, w13, w13_scale, w2, w2_scale)
+    check_fp8_layer(
+        x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, expert_map,
+        activation,
+    )  # fmt: skip
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
