@@ -25,15 +25,45 @@ def test_unknown_device_and_shape_follow_the_rule():
     assert tiles.gemm_rule(16, 64, 100) == {"kernel": "tile"}
 
 
-def test_h200_table_fits_the_launchers():
-    from oss_fused.kernels.triton.gemm import KERNELS
+def test_kernels_in_gluon_only_where_they_run(monkeypatch):
+    assert tiles.gemm_tile(CPU, 40, 4096, 4096, True)["kernel"] == "stream"
+    assert tiles.gemm_tile(CPU, 4096, 4096, 4096, True)["kernel"] == "specialized"
+    for rows in tiles.ROW_BUCKETS:
+        assert tiles.gemm_tile(CPU, rows, 4096, 4096)["kernel"] not in tiles.GLUON_KERNELS
+    # a table that names one: its entry counts where Gluon runs, the rule elsewhere
+    known = {"kernel": "stream", "block_m": 8, "block_n": 64}
+    monkeypatch.setattr(tiles, "lookup", lambda *_: known)
+    assert tiles.gemm_tile(CPU, 3, 4096, 4096, True) is known
+    assert tiles.gemm_tile(CPU, 3, 4096, 4096) == tiles.gemm_rule(4, 4096, 4096)
 
+
+@pytest.mark.parametrize(
+    "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256), (8192, 4096, 256)]
+)
+def test_columns_fill_the_last_wave(rows, n, columns):
+    assert tiles.gemm_rule(rows, n, 4096, True)["columns"] == columns
+
+
+def test_h200_table_fits_the_launchers():
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.triton.gemm import KERNELS
+    from oss_fused.kernels.triton.gemm_specialized import gemm_specialized
+    from oss_fused.kernels.triton.gemm_stream import gemm_stream
+
+    launchers = {**KERNELS, "stream": gemm_stream, "specialized": gemm_specialized}
     table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
     assert table
-    rules = {f"{bucket}x1x16": tiles.gemm_rule(bucket, 1, 16) for bucket in tiles.ROW_BUCKETS}
+    rules = {
+        f"{bucket}x{n}x16": tiles.gemm_rule(bucket, n, 16, gluon)
+        for gluon in (False, True)
+        for n in (1, 65536)
+        for bucket in tiles.ROW_BUCKETS
+    }
     for shape, config in {**table, **rules}.items():
         bucket, _, k = (int(part) for part in shape.split("x"))
         assert bucket in tiles.ROW_BUCKETS and k % 16 == 0
         config = dict(config)
-        known = inspect.signature(KERNELS[config.pop("kernel")]).parameters
+        known = inspect.signature(launchers[config.pop("kernel")]).parameters
         assert set(config) <= set(known), shape
+        # a CTA of these kernels holds all rows of its bucket
+        assert config.get("block_m", bucket) >= min(bucket, 64)

@@ -37,14 +37,14 @@ class Device:
 def stream_is_best(kernel, config):
     if kernel != "stream":
         return 9.0
-    return {64: 5.0, 128: 7.0}[config["block_n"]] + abs(config["block_k"] - 256) / 1000
+    return {64: 5.0, 128: 7.0}[config["block_n"]] + abs(config.get("block_k", 256) - 512) / 1000
 
 
 def test_the_fastest_family_and_tile_become_the_entry(tmp_path):
     device = Device(stream_is_best, tmp_path)
     entry = device.tuner.entry(16, 999, 1600, device.launch)
     assert entry["kernel"] == "stream" and entry["block_m"] == 16
-    assert (entry["block_n"], entry["block_k"]) == (64, 256)
+    assert (entry["block_n"], entry["block_k"]) == (64, 512)
 
 
 def test_nothing_where_the_rule_is_as_good(tmp_path):

@@ -23,6 +23,8 @@ GLUON_KERNELS = ("stream", "specialized")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
+# time of a tile of 128 rows beside its columns' own, in columns; fitted to an H200's times
+_TILE_OVERHEAD = 32
 
 
 def row_bucket(rows: int) -> int:
@@ -71,6 +73,10 @@ def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any
     """The tile of a shape that no table has; measured best on average over an H200's shapes."""
     if k % 16:
         return {"kernel": "tile"}
+    if gluon and 2 < bucket <= 64:
+        return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
+    if gluon and bucket >= 1024:
+        return {"kernel": "specialized", **_specialized_tile(bucket, n)}
     if bucket <= 2:
         return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}
     if bucket <= 64:
@@ -80,6 +86,25 @@ def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any
     if bucket <= 1024:
         return {"kernel": "large", "block_n": 128, "num_stages": 4, "num_warps": 4}
     return {"kernel": "large", "group_m": 4}
+
+
+def _stream_tile(bucket: int, n: int) -> dict[str, int]:
+    """One CTA a multiprocessor, its ring as deep as shared memory; more of them for many tiles."""
+    if n <= 64 * _WAVE:
+        return {"block_n": 64, "ctas": 1}
+    return {"block_n": 128 if bucket == 64 else 64, "ctas": 2}
+
+
+def _specialized_tile(bucket: int, n: int) -> dict[str, int]:
+    """Columns of a tile that leave the fewest multiprocessors idle in the last wave."""
+    rows = -(-bucket // 128)
+
+    def cost(columns: int) -> int:
+        # a tile of few columns loads its rows as often as one of many
+        return -(-rows * -(-n // columns) // _WAVE) * (columns + _TILE_OVERHEAD)
+
+    group_m = 32 if n >= 16384 else 16 if rows > 32 else 8
+    return {"columns": min((256, 192, 160, 128), key=cost), "group_m": group_m}
 
 
 def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:

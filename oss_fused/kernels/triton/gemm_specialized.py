@@ -23,6 +23,7 @@ from oss_fused.kernels.triton.warp_pipeline import (
     load_tiles,
     make_ring,
     multiply_tile,
+    ring_stages,
     store_tile,
     tile_of,
 )
@@ -71,6 +72,7 @@ def _multiply(
     B_ROWS: gl.constexpr,
     GROUP_M: gl.constexpr,
     SECOND: gl.constexpr,
+    LAG: gl.constexpr,
     PART: gl.constexpr,
 ):
     a_scale, b_scale, bias, out = scales
@@ -82,9 +84,10 @@ def _multiply(
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
+    start_next()
     for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
-        acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND)
+        acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND, LAG)
         first_m = (block_m * CONSUMERS + PART) * ROWS
         first_n = block_n * STEP_N
         _scale_and_store(acc, a_scale, b_scale, bias, out, first_m, first_n, m, n, A_ROWS, B_ROWS)
@@ -111,8 +114,8 @@ def _gemm_specialized_kernel(
     B_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
+    LAG: gl.constexpr,
 ):
-    start_next()
     SECOND: gl.constexpr = c_desc is not None
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     STEP_N: gl.constexpr = BLOCK_N + (c_desc.block_type.shape[0] if SECOND else 0)
@@ -124,11 +127,39 @@ def _gemm_specialized_kernel(
         [
             (
                 _multiply,
-                (ring, scales, blocks_m, blocks_n, m, n, k, A_ROWS, B_ROWS, GROUP_M, SECOND, 0),
+                (
+                    ring,
+                    scales,
+                    blocks_m,
+                    blocks_n,
+                    m,
+                    n,
+                    k,
+                    A_ROWS,
+                    B_ROWS,
+                    GROUP_M,
+                    SECOND,
+                    LAG,
+                    0,
+                ),
             ),
             (
                 _multiply,
-                (ring, scales, blocks_m, blocks_n, m, n, k, A_ROWS, B_ROWS, GROUP_M, SECOND, 1),
+                (
+                    ring,
+                    scales,
+                    blocks_m,
+                    blocks_n,
+                    m,
+                    n,
+                    k,
+                    A_ROWS,
+                    B_ROWS,
+                    GROUP_M,
+                    SECOND,
+                    LAG,
+                    1,
+                ),
             ),
             (
                 load_tiles,
@@ -150,9 +181,9 @@ def gemm_specialized(
     rows: int = 64,
     columns: int = 256,
     group_m: int = 8,
-    num_stages: int = 4,
+    lag: int = 0,
 ) -> None:
-    """Launch; K and the row strides must be multiples of 16."""
+    """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
     tiles = triton.cdiv(m, 2 * rows) * triton.cdiv(n, columns)
@@ -170,8 +201,9 @@ def gemm_specialized(
         k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
-        STAGES=num_stages,
+        STAGES=ring_stages((2 * rows + columns) * 128),
         GROUP_M=group_m,
+        LAG=lag,
         num_warps=4,
         **pdl_options(a.device),
     )

@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels import tiles
+from oss_fused.kernels.triton.launch import runs_gluon
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, dot_fp8, round_to
 from oss_fused.kernels.triton.quantize import quantize_fp8
 from oss_fused.kernels.triton.tma import row_descriptor
 from oss_fused.kernels.validation import as_rows, check_gated_mlp
+
+# up to so many, the weights' bytes decide, and a tile of 128 rows would be mostly padding
+_FEW_ROWS = 64
 
 
 @triton.jit
@@ -128,13 +132,30 @@ def gated_mlp(
         gate_scale, up_scale = gate_scale.expand(n, 1), up_scale.expand(n, 1)
         if channels:
             gate_scale, up_scale = gate_scale.contiguous(), up_scale.contiguous()
-    config = config or _config(rows, n)
-    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     weights = [gate_weight.contiguous(), up_weight.contiguous()]
     m = rows.shape[0]
     tma = (k * rows.element_size()) % 16 == 0 and all(
         t.data_ptr() % 16 == 0 for t in (rows, *weights)
     )
+    if config is None and tma and m > _FEW_ROWS and runs_gluon(x.device):
+        from oss_fused.kernels.triton.mlp_specialized import mlp_specialized
+
+        on_gate = activation_on == "gate"
+        mlp_specialized(
+            rows,
+            weights[0],
+            weights[1],
+            x_scale,
+            gate_scale,
+            up_scale,
+            out,
+            activation,
+            on_gate,
+            channels,
+        )
+        return out
+    config = config or _config(rows, n)
+    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     sources = [rows, *weights]
     if tma:
         blocks = (block_m, block_n, block_n)
@@ -166,7 +187,7 @@ def _config(rows: torch.Tensor, n: int) -> dict[str, int]:
     if known is not None:
         return known
     block_k = 128 // rows.element_size()
-    if m <= 64:
+    if m <= _FEW_ROWS:
         block_m = max(16, triton.next_power_of_2(m))
         return {
             "BLOCK_M": block_m,

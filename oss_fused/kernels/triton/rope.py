@@ -43,7 +43,6 @@ def _rmsnorm_rope_kernel(
     HALF: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    start_next()
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     mask = (head < heads) & (lane < half)
@@ -54,6 +53,7 @@ def _rmsnorm_rope_kernel(
     gain_left = tl.load(weight + left, mask=mask, other=0.0)
     gain_right = tl.load(weight + right, mask=mask, other=0.0)
     wait_for_inputs()
+    start_next()
     # added after the divisions, which cost much more in 64 bits than in 32
     wide = tl.program_id(0).to(tl.int64) * 0
     # the rows ahead are on their way to shared memory while this one is computed
@@ -71,11 +71,12 @@ def _rmsnorm_rope_kernel(
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         total = tl.sum(tl.sum(x_left * x_left + x_right * x_right, 1), 0)
         rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
-        y_left = x_left * rstd * gain_left.to(tl.float32)
-        y_right = x_right * rstd * gain_right.to(tl.float32)
+        # rstd goes to the few factors of a row's lanes, not to all of its values
+        y_left = x_left * gain_left.to(tl.float32)
+        y_right = x_right * gain_right.to(tl.float32)
         target = out + (row + wide) * (heads * 2 * half)
-        out_left = y_left * cos_left - y_right * sin_left
-        out_right = y_right * cos_right + y_left * sin_right
+        out_left = y_left * (cos_left * rstd) - y_right * (sin_left * rstd)
+        out_right = y_right * (cos_right * rstd) + y_left * (sin_right * rstd)
         tl.store(target + left, round_to(out_left, dtype), mask=mask)
         tl.store(target + right, round_to(out_right, dtype), mask=mask)
 

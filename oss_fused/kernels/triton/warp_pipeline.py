@@ -22,6 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.triton.launch import wait_for_inputs
 
+# of 227 KB that a CTA can have
+_RING_BYTES = 220 * 1024
 # Triton 3.9 renamed it
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
@@ -31,6 +33,11 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     layout = gl.NVMMASharedLayout(128, tensor.element_size() * 8)
     shape, strides = list(tensor.shape), [tensor.stride(0), 1]
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+
+
+def ring_stages(stage_bytes: int) -> int:
+    """Stages of the ring that fit a CTA's shared memory beside barriers and stores in flight."""
+    return min(_RING_BYTES // stage_bytes, 8)
 
 
 @gluon.jit
@@ -82,6 +89,22 @@ def make_ring(a_desc, b_desc, c_desc, STAGES: gl.constexpr, CONSUMERS: gl.conste
 
 
 @gluon.jit
+def _request_columns(
+    a_desc, b_desc, c_desc, ring, slot, first_n, start, OFFSET: gl.constexpr, pred
+):
+    """Weights of a K block; announces the rows of ``a`` that follow into the same slot."""
+    rows, columns, more, full, _empty = ring
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns.type.shape[0]
+    SECOND: gl.constexpr = c_desc is not None
+    WEIGHTS: gl.constexpr = b_desc.block_type.nbytes + (c_desc.block_type.nbytes if SECOND else 0)
+    ready = full.index(slot)
+    mbarrier.expect(ready, CONSUMERS * a_desc.block_type.nbytes + WEIGHTS, pred=pred)
+    copy_box(b_desc, [first_n, start], ready, columns.index(slot), pred=pred)
+    if SECOND:
+        copy_box(c_desc, [first_n + OFFSET, start], ready, more.index(slot), pred=pred)
+
+
+@gluon.jit
 def load_tiles(
     a_desc,
     b_desc,
@@ -94,48 +117,54 @@ def load_tiles(
     OFFSET: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """The loading warp: every K block of every tile of this CTA, as soon as a slot is free."""
-    rows, columns, more, full, empty = ring
+    """The loading warp: every K block of every tile of this CTA, as soon as a slot is free.
+
+    The first weights are requested before the wait: the kernel before does not write them.
+    """
+    rows, columns, _more, full, empty = ring
     STAGES: gl.constexpr = columns.type.shape[0]
     CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
     ROWS: gl.constexpr = rows.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
+    _first, block_n = tile_of(gl.program_id(0), blocks_m, blocks_n, GROUP_M)
+    for slot in gl.static_range(STAGES):
+        start = slot * BLOCK_K
+        _request_columns(
+            a_desc, b_desc, c_desc, ring, slot, block_n * STEP_N, start, OFFSET, start < k
+        )
+    requested = gl.minimum(STAGES, gl.cdiv(k, BLOCK_K))
+    wait_for_inputs()
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    wait_for_inputs()
     for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
         first_m = block_m * CONSUMERS * ROWS
         first_n = block_n * STEP_N
         for start in range(0, k, BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
-            ready = full.index(slot)
-            if c_desc is None:
-                mbarrier.expect(
-                    ready, CONSUMERS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
-                )
-            else:
-                mbarrier.expect(
-                    ready,
-                    CONSUMERS * a_desc.block_type.nbytes
-                    + b_desc.block_type.nbytes
-                    + c_desc.block_type.nbytes,
-                )
-                copy_box(c_desc, [first_n + OFFSET, start], ready, more.index(slot))
-            copy_box(b_desc, [first_n, start], ready, columns.index(slot))
+            _request_columns(
+                a_desc, b_desc, c_desc, ring, slot, first_n, start, OFFSET, requested <= 0
+            )
+            requested -= 1
             for part in gl.static_range(CONSUMERS):
                 copy_box(
                     a_desc,
                     [first_m + part * ROWS, start],
-                    ready,
+                    full.index(slot),
                     rows.index(slot * CONSUMERS + part),
                 )
             slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
-def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr):
-    """Sums of one tile over all of K: (columns, more columns or the same, slot, phase)."""
+def multiply_tile(
+    ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr, LAG: gl.constexpr
+):
+    """Sums of one tile over all of K: (columns, more columns or the same, slot, phase).
+
+    With LAG a consumer issues a block's product before the last one ends. Without, it hands each
+    slot back at once, and the other consumer keeps the tensor cores busy.
+    """
     rows, columns, more, full, empty = ring
     STAGES: gl.constexpr = columns.type.shape[0]
     CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
@@ -144,6 +173,7 @@ def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr
     BLOCK_C: gl.constexpr = more.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
     DEPTH: gl.constexpr = 256 // rows.dtype.primitive_bitwidth
+    PENDING: gl.constexpr = LAG * (2 if SECOND else 1)
     first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_C, DEPTH])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=first)
@@ -155,17 +185,21 @@ def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr
         acc = warpgroup_mma(a, columns.index(slot).permute((1, 0)), acc, is_async=True)
         if SECOND:
             other = warpgroup_mma(a, more.index(slot).permute((1, 0)), other, is_async=True)
-            acc, other = warpgroup_mma_wait(2, deps=[acc, other])
+            acc, other = warpgroup_mma_wait(PENDING, deps=[acc, other])
         else:
-            acc = warpgroup_mma_wait(1, deps=[acc])
-        free_previous(empty, slot, STAGES, start > 0)
+            acc = warpgroup_mma_wait(PENDING, deps=[acc])
+        if LAG:
+            free_previous(empty, slot, STAGES, start > 0)
+        else:
+            mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
     if SECOND:
         acc, other = warpgroup_mma_wait(0, deps=[acc, other])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
         other = acc
-    free_previous(empty, slot, STAGES, True)
+    if LAG:
+        free_previous(empty, slot, STAGES, True)
     return acc, other, slot, phase
 
 
