@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -126,10 +127,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--accuracy-target",
-        type=float,
+        type=parse_target,
         metavar="FACTOR",
-        help="perplexity factor to meet, such as 1.01: searches the cheapest mix of FP8, W8A16 and "
-        "bf16 linears, and writes it into the recipe; needs --dataset",
+        help="perplexity factor to meet, such as 1.01, or KL divergence in nats per token, such as "
+        "kl=0.01: searches the cheapest mix of FP8, W8A16 and bf16 linears, and writes it into the "
+        "recipe; needs --dataset",
     )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
@@ -174,6 +176,14 @@ def parse_override(text: str) -> dict[str, Any]:
     if not (scheme and separator and pattern):
         raise argparse.ArgumentTypeError(f"{text!r}: expected SCHEME=PATTERN")
     return {"scheme": scheme, "targets": [pattern]}
+
+
+def parse_target(text: str) -> float:
+    """Perplexity factor from one, or from "kl=" and a KL divergence, whose exp estimates it."""
+    try:
+        return math.exp(float(text[3:])) if text.startswith("kl=") else float(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number or kl=NUMBER") from None
 
 
 def parse_size(text: str) -> int:

@@ -88,6 +88,14 @@ PRESETS: Mapping[str, QuantizationScheme] = {
     "W8A16": W8A16,
 }
 
+# schemes others write, which this package's kernels do not compute
+_UNSERVED: Mapping[str, str] = {
+    "FP8": "one scale for a whole weight is coarser than need be",
+    "FP8_TENSOR": "one scale for a whole weight is coarser than need be",
+    "FP8_GROUP": "scales per group of inputs are not served",
+    "FP8_BLOCK": "scales per block of 128 x 128 are not served",
+}
+
 
 def preset(name: str) -> QuantizationScheme:
     """Return the preset of that name (any case, ``-`` as good as ``_``).
@@ -96,6 +104,11 @@ def preset(name: str) -> QuantizationScheme:
         SchemeError: unknown name; the message lists the presets.
     """
     key = name.upper().replace("-", "_")
+    if key in _UNSERVED:
+        raise SchemeError(
+            f"scheme={name!r}: {_UNSERVED[key]}; the kernels take a scale per output row; "
+            f"expected one of {', '.join(PRESETS)}"
+        )
     if key not in PRESETS:
         raise SchemeError(f"scheme={name!r}: expected one of {', '.join(PRESETS)}")
     return PRESETS[key]

@@ -24,6 +24,12 @@ def test_presets_by_any_spelling() -> None:
         s.preset("FP9")
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "FP8_GROUP", "fp8_tensor"])
+def test_strategies_no_kernel_serves_are_refused_by_name(name: str) -> None:
+    with pytest.raises(SchemeError, match=f"scheme='{name}': .*a scale per output row"):
+        s.preset(name)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -112,6 +112,16 @@ def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
         assert stop.value.code == 2 and "expected a" in capsys.readouterr().err
 
 
+def test_a_target_is_a_factor_or_a_divergence(script, capsys) -> None:
+    args = script.parse_args(["m", "--output", "o", "--accuracy-target", "1.02"])
+    assert args.accuracy_target == 1.02
+    args = script.parse_args(["m", "--output", "o", "--accuracy-target", "kl=0.01"])
+    assert args.accuracy_target == pytest.approx(1.01005, abs=1e-5)
+    with pytest.raises(SystemExit):
+        script.parse_args(["m", "--output", "o", "--accuracy-target", "kl=small"])
+    assert "expected a number or kl=NUMBER" in capsys.readouterr().err
+
+
 def failing(error: BaseException, after: int):
     """A ``write`` that fails after some tensors."""
     count = 0
