@@ -8,6 +8,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,10 +29,14 @@ from oss_fused.quant.record import (
     write_record,
 )
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "calibration_report.py"
-spec = importlib.util.spec_from_file_location("calibration_report_script", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+
+def load(name: str) -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj")
 QUALITY = {
@@ -168,7 +173,7 @@ def test_figures_and_thresholds():
 def test_command_line(tmp_path, capsys):
     folder: Path = tmp_path / "model"
     folder.mkdir()
-    main = script.main
+    main = load("calibration_report").main
     assert main([str(folder)]) == 2
     write_record(folder, make_record())
     trend, limits = tmp_path / "trend.json", tmp_path / "limits.json"
@@ -182,6 +187,16 @@ def test_command_line(tmp_path, capsys):
     assert "is above the threshold" in capsys.readouterr().err
     limits.write_text("[1]")
     assert main(arguments) == 2
+
+
+def test_calibrate_writes_one_and_survives_a_failure(tmp_path, capsys):
+    calibrate = load("calibrate")
+    write_record(tmp_path, make_record(data=False))
+    calibrate.write_pages(tmp_path, tmp_path / "trend.json")
+    assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "trend.json").is_file()
+    (tmp_path / "calibration.json").write_text("{}")
+    calibrate.write_pages(tmp_path, None)
+    assert "warning: no report" in capsys.readouterr().err
 
 
 def test_files_of_another_kind_are_refused(tmp_path):
