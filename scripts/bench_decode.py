@@ -174,7 +174,9 @@ def write(
 ) -> None:
     """Condense ``results`` in place and write everything that follows from them."""
     settings = results["settings"]
-    baselines = settings["baselines"]
+    baselines = [name for name in settings["baselines"] if name in results["arms"]]
+    if not baselines:
+        raise ValueError(f"none of {', '.join(settings['baselines'])} could be measured")
     results["cells"] = decode.condense(results["measurements"], settings["candidate"], baselines)
     if profiles is not None:
         results["profiles"] = [decode_profile.condense(profile) for profile in profiles]

@@ -178,30 +178,21 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
     """Start all engines, measure every cell on each, and record kernels.
 
     Returns:
-        "arms" (name -> command line, seconds to start), "measurements" (one dict per arm, cell
-        and round, with "ms" a step and "distinct"), "profiles" (arm, cell, and what
-        WorkerExtension.oss_profile_stop returns) and "bandwidth" in bytes per second.
+        "arms" (name -> command line, seconds to start), "failed" (name -> why; the last arm must
+        run), "measurements" (one dict per arm, cell and round, with "ms" a step and "distinct"),
+        "profiles" (arm, cell, and what WorkerExtension.oss_profile_stop returns) and "bandwidth"
+        in bytes per second.
 
     Raises:
-        ServerError: an engine does not start, or fails before anything was measured; later
-            failures end the measurement and are named under "stopped".
+        ServerError: the last arm or all others do not start, or one fails before anything was
+            measured; later failures end the measurement and are named under "stopped".
     """
-    results: dict[str, Any] = {"arms": {}, "measurements": [], "profiles": [], "bandwidth": None}
+    results: dict[str, Any] = {"arms": {}, "failed": {}, "measurements": [], "profiles": []}
     with ExitStack() as stack:
-        engines = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
-        for engine in engines:
-            engine.answer(plan.startup_timeout)
-            seconds = time.monotonic() - engine.started
-            plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
-            results["arms"][engine.arm.name] = asdict(engine.arm) | {
-                "all_flags": plan.flags_of(engine.arm),
-                "startup_seconds": round(seconds, 1),
-            }
-            shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
-            for cell in shortest.values():
-                # what is compiled at first use, and the caches
-                short = Cell(cell.batch, cell.context, min(cell.steps, 8))
-                _measure(engine, short, plan.seed, number=-1)
+        started = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
+        engines = [engine for engine in started if _warm_up(plan, engine, results)]
+        if len(engines) < 2:
+            raise ServerError("\n".join(results["failed"].values()))
         results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
         try:
             for place, (number, cell) in enumerate(plan.schedule()):
@@ -221,6 +212,29 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
         if "stopped" in results:
             plan.say(f"stopped early: {results['stopped']}")
     return results
+
+
+def _warm_up(plan: Plan, engine: Engine, results: dict[str, Any]) -> bool:
+    """Wait for an engine and run each kind of load once; False if it is a baseline that fails."""
+    try:
+        engine.answer(plan.startup_timeout)
+        seconds = time.monotonic() - engine.started
+        plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
+        shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
+        for cell in shortest.values():
+            short = Cell(cell.batch, cell.context, min(cell.steps, 8))
+            _measure(engine, short, plan.seed, number=-1)
+    except ServerError as error:
+        if engine.arm is plan.arms[-1]:
+            raise
+        plan.say(str(error))
+        results["failed"][engine.arm.name] = str(error)
+        return False
+    results["arms"][engine.arm.name] = asdict(engine.arm) | {
+        "all_flags": plan.flags_of(engine.arm),
+        "startup_seconds": round(seconds, 1),
+    }
+    return True
 
 
 def _row(plan: Plan, engine: Engine, cell: Cell, number: int) -> dict[str, Any]:

@@ -59,8 +59,13 @@ def markdown(results: Mapping[str, Any]) -> str:
         for name, arm in results["arms"].items()
     ]
     flags = shlex.join(next(iter(results["arms"].values()))["all_flags"])
+    parts += [f"**{name}** did not run: {why.splitlines()[0]}" for name, why in _failed(results)]
     parts += ["## Arms", "\n".join(commands), f"Engine flags of the first: `{flags}`"]
     return "\n\n".join(parts) + "\n"
+
+
+def _failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return list(results.get("failed", {}).items())
 
 
 def _variables(arm: Mapping[str, Any]) -> list[str]:

@@ -89,7 +89,8 @@ def test_the_faster_baseline_and_the_worst_context_count():
 def test_failures_name_the_engine_and_its_log(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text(json.dumps(GPT_OSS))
-    broken = [Arm("a", str(tmp_path / "broken"))]
+    working = plan(tmp_path).arms
+    broken = [*working, Arm("a", str(tmp_path / "broken"))]
     with pytest.raises(ServerError, match=r"engine a .*ended(.|\n)*upside down"):
         decode.run(plan(tmp_path, arms=broken), tmp_path)
     with pytest.raises(ServerError, match="unlucky"):
@@ -111,6 +112,17 @@ def test_a_late_failure_keeps_what_was_measured(tmp_path):
     cells = [decode.Cell(1, 16, 8), decode.Cell(1, 19, 8)]
     results = decode.run(plan(tmp_path, cells=cells, profiles=[]), tmp_path)
     assert len(results["measurements"]) == 2 and "unlucky" in results["stopped"]
+
+
+def test_a_baseline_that_does_not_start_is_left_out(tmp_path):
+    broken = Arm("a", str(tmp_path / "broken"))
+    Path(broken.model).mkdir()
+    (Path(broken.model) / "config.json").write_text(json.dumps(GPT_OSS))
+    results = decode.run(plan(tmp_path, arms=[broken, *plan(tmp_path).arms]), tmp_path)
+    assert "upside down" in results["failed"]["a"]
+    assert list(results["arms"]) == ["slow", "fast"]
+    with pytest.raises(ServerError, match="upside down"):
+        decode.run(plan(tmp_path, arms=[broken, plan(tmp_path).arms[1]]), tmp_path)
 
 
 def test_flags_fit_the_cells(tmp_path):
