@@ -60,6 +60,8 @@ def compile_share(cases: Sequence[Case], share: str) -> None:
 def run(cases: Iterable[Case]) -> dict[str, Any]:
     """Check and time every case; a wrong result is reported and not timed.
 
+    An interrupt ends the run and keeps what was measured.
+
     Returns:
         {"environment", "copy_bandwidth", "results": [...], "figures": name -> number}, JSON-ready.
     """
@@ -68,6 +70,9 @@ def run(cases: Iterable[Case]) -> dict[str, Any]:
     for case in cases:
         try:
             results.append(_measure(case, bandwidth))
+        except KeyboardInterrupt:
+            print(f"interrupted in {case.name}", file=sys.stderr)
+            break
         except (RuntimeError, ValueError) as error:
             # the other cases are still worth having
             failure = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -115,3 +115,15 @@ def test_missing_library_is_named(tmp_path):
 def test_bad_input(arguments, message):
     result = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
     assert result.returncode == 2 and message in result.stderr
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch):
+    def measure(case, bandwidth):
+        if case.group != "norm_quant":
+            raise KeyboardInterrupt
+        return ROWS[0]
+
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernels, "_measure", measure)
+    cases = [kernels.select([group])[0] for group in ("norm_quant", "rope_kv", "norm_quant")]
+    assert kernels.run(cases)["results"] == ROWS[:1]
