@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             resume=args.resume,
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
+            stage=args.fp8_stage and Path(args.fp8_stage),
         )
         if args.dry_run:
             describe(Run(recipe, options))
@@ -132,6 +133,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="perplexity factor to meet, such as 1.01, or KL divergence in nats per token, such as "
         "kl=0.01: searches the cheapest mix of FP8, W8A16 and bf16 linears, and writes it into the "
         "recipe; needs --dataset",
+    )
+    add(
+        "--fp8-stage",
+        metavar="DIR",
+        help="with --accuracy-target: keep the checkpoint with everything in FP8 there, or take it "
+        "from there, so that another target only searches",
     )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")

@@ -20,6 +20,7 @@ from oss_fused.errors import DatasetError
 # long enough for 512 tokens of SmolLM2, whatever the text
 _SAMPLE_CHARACTERS = 3000
 _SAMPLES_OF_A_KIND = 40
+KINDS = ("prose", "code", "dialogue")
 _CODE = ("tarfile.py", "statistics.py")
 _OTHER_CODE = ("argparse.py", "asyncio/tasks.py", "json/decoder.py", "logging/__init__.py")
 _PLAY = "comedies/the-merry-wives-of-windsor.md"

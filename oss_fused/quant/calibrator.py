@@ -42,6 +42,8 @@ class RunOptions:
         resume: go on with an interrupted run of the same settings.
         overwrite: replace an existing output folder once the new one is complete.
         max_shard_bytes: upper size of a shard.
+        stage: where a run with an accuracy target keeps the checkpoint with everything in FP8, for
+            other targets; None drops it.
     """
 
     model: Path
@@ -50,6 +52,7 @@ class RunOptions:
     resume: bool = False
     overwrite: bool = False
     max_shard_bytes: int = 5_000_000_000
+    stage: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oss_fused.errors import CheckpointError
 from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
@@ -63,9 +64,14 @@ def calibrate(
     run = Run(recipe, options)
     if recipe.accuracy_target is None:
         return run.execute(progress)
-    base = options.output.with_name(f"{options.output.name}.all-fp8-{run.identity()}")
-    if not (options.resume and base.is_dir()):
-        _make_base(run, recipe, options, base, progress)
+    base = options.stage or options.output.with_name(
+        f"{options.output.name}.all-fp8-{run.identity()}"
+    )
+    plain = recipe.model_copy(update={"accuracy_target": None})
+    if base.is_dir() and options.stage is not None:
+        _check_stage(base, plain)
+    elif not (options.resume and base.is_dir()):
+        _make_base(run, plain, options, base, progress)
     try:
         reader = CheckpointReader(base, quantised=True)
         weights = StoredWeights(reader)
@@ -87,7 +93,8 @@ def calibrate(
         return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
     finally:
         # an interruption leaves it for a resume
-        if not isinstance(sys.exception(), KeyboardInterrupt | OSError):
+        kept = options.stage is not None
+        if not kept and not isinstance(sys.exception(), KeyboardInterrupt | OSError):
             shutil.rmtree(base)
 
 
@@ -118,12 +125,20 @@ def describe(outcome: Outcome) -> str:
     )
 
 
+def _check_stage(stage: Path, plain: Recipe) -> None:
+    """Raise CheckpointError unless an existing stage was made by the same recipe."""
+    path = stage / "recipe.yaml"
+    if not path.is_file() or path.read_text() != plain.to_yaml():
+        raise CheckpointError(
+            f"--fp8-stage={str(stage)!r}: exists, but was made by another recipe; expected a new "
+            f"folder or that of a run with the same settings"
+        )
+
+
 def _make_base(
-    run: Run, recipe: Recipe, options: RunOptions, base: Path, progress: Progress
+    run: Run, plain: Recipe, options: RunOptions, base: Path, progress: Progress
 ) -> None:
     """The checkpoint with every chosen linear in FP8."""
-    base_options = dataclasses.replace(options, output=base, overwrite=True)
-    plain = recipe.model_copy(update={"accuracy_target": None})
-    base_run = Run(plain, base_options)
+    base_run = Run(plain, dataclasses.replace(options, output=base, overwrite=True))
     base_run.samples = run.samples
     base_run.execute(progress)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from oss_fused.errors import DatasetError, SchemeError
+from oss_fused.errors import CheckpointError, DatasetError, SchemeError
 from oss_fused.quant import policy
 from oss_fused.quant.calibrator import RunOptions
 from oss_fused.quant.checkpoint import CheckpointReader
@@ -126,6 +126,25 @@ def test_an_interrupted_search_resumes_to_the_same_result(
     for path in (tmp_path / "a" / "out").iterdir():
         assert path.read_bytes() == (cut.output / path.name).read_bytes()
     assert list(cut.output.parent.iterdir()) == [cut.output]
+
+
+def test_a_kept_stage_serves_other_targets_and_no_other_recipe(
+    models: Models, tmp_path: Path, text_file: Path
+) -> None:
+    stage = tmp_path / "stage"
+    easy = RunOptions(models("llama"), tmp_path / "easy", stage=stage)
+    calibrate(make_recipe(settings_of(text_file, 1.5)), easy)
+    written = (stage / "model.safetensors").stat().st_mtime_ns
+    other = RunOptions(models("llama"), tmp_path / "other", stage=stage)
+    calibrate(make_recipe(settings_of(text_file, 1.6)), other)
+    assert (stage / "model.safetensors").stat().st_mtime_ns == written
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("easy", "other")]
+    assert configs[0] == configs[1]
+    third = RunOptions(models("llama"), tmp_path / "third", stage=stage)
+    settings = {**settings_of(text_file, 1.5), "seed": 5}
+    with pytest.raises(CheckpointError, match="--fp8-stage=.*another recipe"):
+        calibrate(make_recipe(settings), third)
+    assert stage.is_dir() and not (tmp_path / "third").exists()
 
 
 def test_a_target_out_of_reach_leaves_nothing_and_says_how_near(

