@@ -290,12 +290,16 @@ def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 def _joined_kernel_takes(attention: Any) -> bool:
     rope = attention.rotary_emb
-    if not rope.cos_sin_cache.is_cuda:
+    device = rope.cos_sin_cache.device
+    if device.type != "cuda":
+        return False
+    from oss_fused.kernels.triton.launch import runs_gluon
+
+    if not runs_gluon(device):
         return False
     from oss_fused.kernels.triton.qkv_stream import joins
 
-    size = attention.attn.head_size
-    return joins(rope.cos_sin_cache.device, size, rope.rotary_dim, rope.is_neox_style)
+    return joins(device, attention.attn.head_size, rope.rotary_dim, rope.is_neox_style)
 
 
 def _fits(attention: Any, dtype: torch.dtype) -> bool:

@@ -8,7 +8,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.triton.gemm import fp8_linear
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
@@ -24,6 +23,7 @@ from oss_fused.kernels.triton.stream_parts import (
     stages,
     steps,
 )
+from oss_fused.kernels.triton.warp_pipeline import descriptor
 from oss_fused.kernels.validation import as_rows, check_shape
 
 # every CTA repeats the quantisation: beyond so many tokens the separate kernels are faster
@@ -114,10 +114,9 @@ def fp8_linear_add(
         return fp8_linear(x, weight, weight_scale, input_scale, bias) + residual
     k = weight.shape[1]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    layout = gl.NVMMASharedLayout(BLOCK_K, 8)
     _linear_add_kernel[(triton.cdiv(n, 2 * _BOX),)](
         rows,
-        TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [_BOX, BLOCK_K], layout),
+        descriptor(weight, _BOX, BLOCK_K),
         weight_scale,
         bias,
         added,

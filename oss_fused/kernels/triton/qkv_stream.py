@@ -13,7 +13,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.stream_parts import (
@@ -31,6 +30,7 @@ from oss_fused.kernels.triton.stream_parts import (
     stages,
     steps,
 )
+from oss_fused.kernels.triton.warp_pipeline import descriptor
 from oss_fused.kernels.validation import FP8
 
 _PAIRS = 32
@@ -236,13 +236,9 @@ def launch(
     device = x.device
     q = torch.empty(m, num_heads * head_dim, dtype=dtype if q_scale is None else FP8, device=device)
     residual_out = None if gain is None else torch.empty(m, k, dtype=dtype, device=device)
-    layout = gl.NVMMASharedLayout(BLOCK_K, 8)
-    tokens = None
-    if gain is None:
-        tokens = TensorDescriptor(x, [m, k], [x.stride(0), 1], [block_m(m), GROUP_K], layout)
     _qkv_kernel[(n // (2 * _PAIRS),)](
-        tokens,
-        TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [_PAIRS, BLOCK_K], layout),
+        descriptor(x, block_m(m), GROUP_K) if gain is None else None,
+        descriptor(weight, _PAIRS, BLOCK_K),
         x_scale,
         weight_scale,
         bias,

@@ -2,14 +2,12 @@
 """Parts of the decode projections in Gluon: weights first, tokens quantised on the way.
 
 A CTA asks for its weights before it waits for the kernel before, then takes codes from memory or
-makes them itself: every CTA repeats that, which for a few tokens costs less than a launch, or
-than one CTA making them for all (measured: 2 us, the latency of the count they wait for). The
-product is gemm_stream's: [rows of the weight, K] @ [K, tokens], tokens on the narrow side.
+makes them itself, which every CTA repeats (one CTA making them for all costs more: 2 us until the
+others have seen its count). The product is gemm_stream's: [rows of the weight, K] @ [K, tokens],
+tokens on the narrow side.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -22,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from oss_fused.kernels.triton.launch import runs_gluon
 
 MAX_ROWS = 16
 BLOCK_K = 128
@@ -174,10 +174,9 @@ def product(
     return warpgroup_mma_wait(0, deps=[acc])
 
 
-@functools.cache
 def runs_on(device: torch.device) -> bool:
-    """Whether ``device`` has Hopper's instructions; the interpreter knows no Gluon."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether these kernels run on ``device``; a newer Triton may lack the view they need."""
+    return runs_gluon(device) and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 def aligned(tensor: torch.Tensor) -> bool:
