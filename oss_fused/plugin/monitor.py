@@ -23,6 +23,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from oss_fused.errors import OssFusedError
 from oss_fused.ops.registration import set_observer
+from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.monitor_metrics import LayerFigures, interval, write_figures
@@ -54,6 +55,8 @@ class Statistics:
             rank: tensor-parallel.
         """
         self.layers = {name: LayerFigures() for name in names}
+        # layers that have no form with 16-bit activations
+        self.fp8_only: set[str] = set()
         self.limits, self.rank = limits, rank
         self.samples = 0
         self._warned: set[str] = set()
@@ -77,6 +80,7 @@ class Statistics:
         self._warn(faults)
         write_figures(self.rank, self.samples, len(exact_layers()), self.layers)
         bad = first | faults["saturation"] | faults["outliers"]
+        bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
         if bad and policy_path() is not None:
             add_layers(bad)
 
@@ -152,25 +156,31 @@ class Monitor:
         """Find the layers of a loaded model; a second call, after a reload, finds them again."""
         names: list[str] = []
         limits: list[float] = []
+        fp8_only: set[str] = set()
         self._index = {}
         device = torch.device("cpu")
         for module in model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, OssFp8LinearMethod):
                 weight = module.weight
-            elif isinstance(method, OssMxfp4MoEMethod):
+            elif isinstance(method, OssMxfp4MoEMethod) or (
+                isinstance(method, OssFp8MoEMethod) and module.w13_weight.is_cuda
+            ):
                 weight = module.w13_weight
             else:
                 continue
             self._index[weight.data_ptr()] = len(names)
             static = getattr(module, "input_scale", None)
             names.append(method.prefix)
+            if isinstance(method, OssFp8MoEMethod):
+                fp8_only.add(method.prefix)
             limits.append(float("inf") if static is None else float(static) * E4M3.max)
             device = weight.device
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
         self.statistics = Statistics(names, limits, self.rank)
+        self.statistics.fp8_only = fp8_only
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
         """Note the magnitudes of an operator's input; see ops.registration.set_observer."""

@@ -51,7 +51,10 @@ def test_statistics(folder, caplog, monkeypatch):
     statistics.add(calm, [2, 2, 0])
     assert not exact_layers() and not caplog.records
     odd = np.array([[float("nan"), 20.0], [float("inf"), 4.0], [0.0, 0.0]], np.float32)
+    statistics.fp8_only = {"b"}
     statistics.add(odd, [2, 2, 0])
+    assert set(exact_layers()) == {"a"}
+    statistics.fp8_only = set()
     statistics.add(odd, [2, 2, 0])
     seen = metrics()
     assert seen["oss_fused:monitor_samples_total", ""] == 3
