@@ -32,6 +32,7 @@ MODEL = ROOT / "tests/data/tiny_gpt_oss"
 NODES = {"ossnode0": "10.77.0.1", "ossnode1": "10.77.0.2"}
 PORT = 8000
 FLAGS = ["--quantization", "oss_fp8", "--max-model-len", "256", "--enforce-eager"]
+PROMPT = "class Reader:\n    def __init__(self"
 STARTUP_SECONDS, FAILURE_SECONDS = 420, 120
 
 
@@ -113,7 +114,7 @@ class Cluster:
 
     def ask(self, seconds: float = 60) -> str | None:
         """A greedy answer asked for from the first node; None without one."""
-        body = {"model": "tiny", "prompt": "def main():\n", "max_tokens": 24, "temperature": 0}
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
         command = ["curl", "-sf", "-m", str(seconds), f"http://10.77.0.1:{PORT}/v1/completions"]
         command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
         done = subprocess.run(on("ossnode0", command), capture_output=True, text=True, check=False)
@@ -135,7 +136,7 @@ class Cluster:
         """SIGKILL the second node's worker; what the first node then does."""
         family = psutil.Process(self.processes[1].pid).children(recursive=True)
         worker = max(family, key=lambda process: process.memory_info().rss)
-        start = time.monotonic()
+        name, start = worker.name(), time.monotonic()
         worker.send_signal(signal.SIGKILL)
         answers = 0
         while self.processes[0].poll() is None and time.monotonic() - start < FAILURE_SECONDS:
@@ -144,7 +145,7 @@ class Cluster:
         lines = self.logs[0].read_text().splitlines()
         causes = [line for line in lines if "Error" in line or "died" in line or "lost" in line]
         return {
-            "killed": worker.name(),
+            "killed": name,
             "exit_status": self.processes[0].poll(),
             "seconds": round(time.monotonic() - start, 1),
             "answers_after": answers,
@@ -182,7 +183,7 @@ def what_ray_says(scratch: Path) -> str:
 def main() -> int:
     """Run everything; returns the exit code."""
     report: dict[str, object] = {"kind": "oss_fused.two_nodes", "environment": fingerprint()}
-    with cable(), tempfile.TemporaryDirectory() as folder:
+    with processes.signals_as_exceptions(), cable(), tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         with Cluster(scratch, 1) as cluster:
             cluster.wait()
@@ -190,7 +191,6 @@ def main() -> int:
         with Cluster(scratch, 2) as cluster:
             report["startup_seconds"] = cluster.wait()
             report["answer_two_nodes"] = cluster.ask()
-            print(report, flush=True)
             report["worker_killed"] = cluster.kill_worker()
         with Cluster(scratch, 2) as cluster:
             report["restart_seconds"] = cluster.wait()
