@@ -19,7 +19,8 @@ from oss_fused.kernels.triton.tma import row_descriptor
 
 
 @triton.jit
-def _tile_of(index, blocks_m, blocks_n, GROUP_M: tl.constexpr):
+def tile_of(index, blocks_m, blocks_n, GROUP_M: tl.constexpr):
+    """Row and column block: GROUP_M row blocks at a time, so that their operands stay in L2."""
     group = index // (GROUP_M * blocks_n)
     inside = index % (GROUP_M * blocks_n)
     size = tl.minimum(blocks_m - group * GROUP_M, GROUP_M)
@@ -73,7 +74,7 @@ def _gemm_large_kernel(
         tl.num_programs(0),
         flatten=True,
     ):
-        block_m, block_n = _tile_of(index, blocks_m, blocks_n, GROUP_M)
+        block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, k, BLOCK_K):
             tile_a = a_desc.load([block_m * BLOCK_M, start])

@@ -12,6 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import (
     multiprocessors,
     pdl_options,
@@ -25,7 +26,6 @@ from oss_fused.kernels.triton.warp_pipeline import (
     multiply_tile,
     ring_stages,
     store_tile,
-    tile_of,
 )
 
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import wait_for_inputs
 
 # of 227 KB that a CTA can have
@@ -55,15 +56,6 @@ def free_previous(empty, slot, STAGES: gl.constexpr, pred):
     """
     previous = gl.where(slot == 0, STAGES - 1, slot - 1)
     mbarrier.arrive(empty.index(previous), count=1, pred=pred)
-
-
-@gluon.jit
-def tile_of(index, blocks_m, blocks_n, GROUP_M: gl.constexpr):
-    """Row and column block: GROUP_M row blocks at a time, so that their operands stay in L2."""
-    group = index // (GROUP_M * blocks_n)
-    inside = index % (GROUP_M * blocks_n)
-    size = gl.minimum(blocks_m - group * GROUP_M, GROUP_M)
-    return group * GROUP_M + inside % size, inside // size
 
 
 @gluon.jit
