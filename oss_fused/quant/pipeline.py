@@ -76,7 +76,7 @@ def calibrate(
         reader = CheckpointReader(base, quantised=True)
         weights = StoredWeights(reader)
         search = PolicySearch(
-            run.reader, weights, run.plan.schemes, run.held_out, run.device, progress
+            run.reader, weights, run.plan.schemes, run.held_out, run.device, progress, reader
         )
         say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
         outcome = search.search(recipe.accuracy_target)

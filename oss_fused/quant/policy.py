@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.expert_stream import serve_in_fp8
+from oss_fused.quant.experts import PARTS
 from oss_fused.quant.formats import dequantize
 from oss_fused.quant.models import ModelSkeleton
+from oss_fused.quant.observers import CacheObserver
 from oss_fused.quant.recipe import KEEP, Override
 from oss_fused.quant.runner import LayerRunner, RoundedInput
 from oss_fused.quant.scheme import W8A16, QuantizationScheme
@@ -31,6 +35,7 @@ LEVELS = (
     (0.0, 0.0), (0.05, 0.0), (0.1, 0.0), (0.15, 0.0), (0.2, 0.0), (0.25, 0.0),
     (0.25, 0.05), (0.25, 0.1), (0.25, 0.15),
 )  # fmt: skip
+_HEAD = "lm_head"
 # samples for the ranking, of those held out: their states before every layer are in memory
 _RANKING_SAMPLES = 4
 
@@ -63,6 +68,7 @@ class PolicySearch:
         samples: Sequence[torch.Tensor],
         device: torch.device,
         track: Track = lambda layers, _: layers,
+        stored: CheckpointReader | None = None,
     ) -> None:
         """Take the parts.
 
@@ -73,8 +79,9 @@ class PolicySearch:
             samples: held-out token ids, each [T].
             device: of the arithmetic.
             track: wraps the loops over layers.
+            stored: the checkpoint whose FP8 experts and KV scales all mixes are compared with.
         """
-        self.track = track
+        self.track, self.stored = track, stored
         self.harms: list[Harm] = []
         self.compared: list[Outcome] = []
         self.source, self.quantised, self.samples = source, quantised, samples
@@ -100,18 +107,21 @@ class PolicySearch:
         for index in self.track(range(runner.skeleton.layers), "Comparing mixes"):
             layer = runner.load(index)
             linears = runner.linears(layer, index)
+            cache: CacheObserver | None = None
             for mix, hidden in zip([None, *mixes], states):
+                if hidden is states[1]:  # the exact model has passed
+                    cache = self._serve_rest(layer, index)
                 restore, rounded = [], RoundedInput()
                 for name, module in linears.items():
                     kind = "bf16" if mix is None else mix.get(name, "bf16")
                     restore.append(
                         self._apply(module, name, kind == "fp8", kind != "bf16", rounded)
                     )
-                hidden[:] = [runner.forward(layer, index, x).cpu() for x in hidden]
+                hidden[:] = [runner.forward(layer, index, x, cache).cpu() for x in hidden]
                 for undo in restore:
                     undo()
             runner.drop(index)
-        return self._compare(runner, states)
+        return self._compare(runner, mixes, states)
 
     def search(self, target: float) -> Outcome:
         """The cheapest mix with a factor of at most ``target``.
@@ -181,17 +191,44 @@ class PolicySearch:
 
         return undo
 
+    def _serve_rest(self, layer: Any, index: int) -> CacheObserver | None:
+        """Make the experts of a layer, and the cache returned, compute as ``stored`` has them."""
+        stored, attention = self.stored, f"model.layers.{index}.self_attn"
+        module = f"model.layers.{index}.mlp.experts"
+        if stored is not None and f"{module}.0.w13_weight" in stored:
+            names = [
+                f"{module}.{expert}.{short}"
+                for expert in range(layer.mlp.experts.num_experts)
+                for _, short in PARTS
+            ]
+            weights = {
+                n: (stored.read(f"{n}_weight"), stored.read(f"{n}_weight_scale")) for n in names
+            }
+            serve_in_fp8(layer.mlp.experts, module, weights, mxfp4=False)
+        if stored is None or f"{attention}.k_scale" not in stored:
+            return None
+        cache = CacheObserver(attention)
+        cache.scales = (stored.read(f"{attention}.k_scale"), stored.read(f"{attention}.v_scale"))
+        return cache
+
     def _compare(
-        self, runner: LayerRunner, states: Sequence[Sequence[torch.Tensor]]
+        self,
+        runner: LayerRunner,
+        mixes: Sequence[Mapping[str, str]],
+        states: Sequence[Sequence[torch.Tensor]],
     ) -> list[float]:
-        norm, head = runner.final_norm(), runner.head_weight()
+        norm, head = runner.final_norm(), nn.Linear(1, 1, bias=False, device="meta")
+        head.weight = nn.Parameter(runner.head_weight(), requires_grad=False)
         divergence = [0.0] * (len(states) - 1)
         tokens = sum(len(sample) for sample in self.samples)
         for sample in range(len(self.samples)):
-            logs = (norm(s[sample].to(self.device))[0] @ head.t() for s in states)
-            exact = next(logs).log_softmax(-1)
-            for i, other in enumerate(logs):
-                difference = exact - other.log_softmax(-1)
+            normed = [norm(state[sample].to(self.device))[0] for state in states]
+            exact = head(normed[0]).log_softmax(-1)
+            for i, mix in enumerate(mixes):
+                kind = mix.get(_HEAD, "bf16")
+                undo = self._apply(head, _HEAD, kind == "fp8", kind != "bf16", RoundedInput())
+                difference = exact - head(normed[i + 1]).log_softmax(-1)
+                undo()
                 divergence[i] += float((exact.exp() * difference).sum()) / tokens
         return [math.exp(value) for value in divergence]
 

@@ -77,8 +77,8 @@ class LayerRecord(_Frozen):
 
     Attributes:
         layer: its index.
-        cumulative_error: relative RMS difference of the hidden states behind it from those of the
-            exact model: what all quantised layers so far add up to.
+        cumulative_error: RMS over tokens of ``|h' - h| / |h|`` for the hidden states behind it and
+            those of the exact model: what all quantised layers so far add up to.
         k_scale: static scale of the cached keys.
         v_scale: static scale of the cached values.
         kv_cache: "fp8", or "bf16" where the cache of this layer is kept in 16 bits.

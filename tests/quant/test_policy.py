@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import yaml
 
 from oss_fused.errors import CheckpointError, DatasetError, SchemeError
 from oss_fused.quant import policy
-from oss_fused.quant.calibrator import RunOptions
+from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint import CheckpointReader
 from oss_fused.quant.formats import quantize
 from oss_fused.quant.models import ModelSkeleton
-from oss_fused.quant.pipeline import calibrate
+from oss_fused.quant.pipeline import StoredWeights, calibrate
 from oss_fused.quant.policy import Harm, PolicySearch
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.scheme import FP8_DYNAMIC
@@ -44,6 +45,30 @@ def test_measures_grow_with_what_is_quantised(models: Models, kind: str) -> None
         assert weights < both
     alone = {**mixes[0], names[0]: "fp8"}
     assert 1 < search.measure([alone])[0] < max(weights, both)
+
+
+def test_head_experts_and_cache_take_part(models: Models, tmp_path: Path, text_file: Path) -> None:
+    settings = {"dataset": str(text_file), "max_seq_length": 32, "num_samples": 4}
+    recipe = make_recipe({**settings, "experts": "fp8", "kv_cache": "fp8", "lm_head": "fp8"})
+    run = Run(recipe, RunOptions(models("gpt-oss"), tmp_path / "out"))
+    run.execute()
+    stored = CheckpointReader(tmp_path / "out", quantised=True)
+    parts = (run.reader, StoredWeights(stored), run.plan.schemes, run.samples, run.device)
+    alone, full = PolicySearch(*parts), PolicySearch(*parts, stored=stored)
+    assert any(harm.names == ("lm_head",) and harm.inputs > 0 for harm in full.rank())
+    exact = dict.fromkeys(alone.quantised, "bf16")
+    head = {**exact, "lm_head": "fp8"}
+    without, with_head = alone.measure([exact, head])
+    with_rest, with_all = full.measure([exact, head])
+    assert without == pytest.approx(1, abs=1e-5) and with_head > 1.00001
+    assert with_rest > 1.00001 and with_all > with_rest
+
+
+def test_harms_add_up_to_what_all_of_them_measure(models: Models) -> None:
+    search = search_of(models("llama"))
+    total = sum(harm.inputs + harm.weights for harm in search.rank())
+    (factor,) = search.measure([dict.fromkeys(search.quantised, "fp8")])
+    assert 0.4 < total / math.log(factor) < 2.5  # second order, and one draw of labels
 
 
 def test_every_group_is_ranked_once_with_positive_harm(models: Models) -> None:
