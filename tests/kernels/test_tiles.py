@@ -27,7 +27,7 @@ def test_unknown_device_and_shape_follow_the_rule():
 
 def test_kernels_in_gluon_only_where_they_run(monkeypatch):
     assert tiles.gemm_tile(CPU, 40, 4096, 4096, True)["kernel"] == "stream"
-    assert tiles.gemm_tile(CPU, 4096, 4096, 4096, True)["kernel"] == "specialized"
+    assert tiles.gemm_tile(CPU, 1024, 4096, 4096, True)["kernel"] == "specialized"
     for rows in tiles.ROW_BUCKETS:
         assert tiles.gemm_tile(CPU, rows, 4096, 4096)["kernel"] not in tiles.GLUON_KERNELS
     # a table that names one: its entry counts where Gluon runs, the rule elsewhere
@@ -38,7 +38,7 @@ def test_kernels_in_gluon_only_where_they_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256), (8192, 4096, 256)]
+    "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256), (2048, 4096, 256)]
 )
 def test_columns_fill_the_last_wave(rows, n, columns):
     assert tiles.gemm_rule(rows, n, 4096, True)["columns"] == columns

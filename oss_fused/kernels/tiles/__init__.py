@@ -75,7 +75,7 @@ def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any
         return {"kernel": "tile"}
     if gluon and 2 < bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
-    if gluon and bucket >= 1024:
+    if gluon and bucket in (1024, 2048):
         return {"kernel": "specialized", **_specialized_tile(bucket, n)}
     if bucket <= 2:
         return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}

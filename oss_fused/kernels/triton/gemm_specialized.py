@@ -181,7 +181,7 @@ def gemm_specialized(
     rows: int = 64,
     columns: int = 256,
     group_m: int = 8,
-    lag: int = 0,
+    lag: int = 1,
 ) -> None:
     """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape

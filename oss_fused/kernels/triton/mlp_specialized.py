@@ -133,7 +133,7 @@ def mlp_specialized(
     channels: bool,
     block_n: int = 128,
     group_m: int = 8,
-    lag: int = 0,
+    lag: int = 1,
 ) -> None:
     """Launch; rows of every operand are multiples of 16 bytes. Scales as in gated_mlp."""
     m, k = x.shape
