@@ -38,7 +38,11 @@ def norm_figures(
     Raises:
         RuntimeError: our row or PyTorch's has no time. Another backend's row may fail.
     """
-    rows = suite.benchmark_rmsnorm_rope((1,), (seq_len,), hidden_dims)
+    rows: list[BenchmarkRow] = []
+    for hidden in hidden_dims:
+        # heads of 64 up to the size of Llama 3.2 1B, 128 beyond, as scripts/bench_kernels.py has it
+        head_dim = 64 if hidden <= 2048 else 128
+        rows += suite.benchmark_rmsnorm_rope((1,), (seq_len,), (hidden,), head_dim)
     by_problem: dict[str, dict[str, BenchmarkRow]] = {}
     for row in rows:
         by_problem.setdefault(row.problem, {})[row.implementation] = row
