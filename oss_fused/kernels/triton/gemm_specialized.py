@@ -72,7 +72,6 @@ def _multiply(
     B_ROWS: gl.constexpr,
     GROUP_M: gl.constexpr,
     SECOND: gl.constexpr,
-    LAG: gl.constexpr,
     PART: gl.constexpr,
 ):
     a_scale, b_scale, bias, out = scales
@@ -87,7 +86,7 @@ def _multiply(
     start_next()
     for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
-        acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND, LAG)
+        acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND)
         first_m = (block_m * CONSUMERS + PART) * ROWS
         first_n = block_n * STEP_N
         _scale_and_store(acc, a_scale, b_scale, bias, out, first_m, first_n, m, n, A_ROWS, B_ROWS)
@@ -114,7 +113,6 @@ def _gemm_specialized_kernel(
     B_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    LAG: gl.constexpr,
 ):
     SECOND: gl.constexpr = c_desc is not None
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -139,7 +137,6 @@ def _gemm_specialized_kernel(
                     B_ROWS,
                     GROUP_M,
                     SECOND,
-                    LAG,
                     0,
                 ),
             ),
@@ -157,7 +154,6 @@ def _gemm_specialized_kernel(
                     B_ROWS,
                     GROUP_M,
                     SECOND,
-                    LAG,
                     1,
                 ),
             ),
@@ -181,7 +177,6 @@ def gemm_specialized(
     rows: int = 64,
     columns: int = 256,
     group_m: int = 8,
-    lag: int = 1,
 ) -> None:
     """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape
@@ -203,7 +198,6 @@ def gemm_specialized(
         B_ROWS=b_scale.numel() != 1,
         STAGES=ring_stages((2 * rows + columns) * 128),
         GROUP_M=group_m,
-        LAG=lag,
         num_warps=4,
         **pdl_options(a.device),
     )

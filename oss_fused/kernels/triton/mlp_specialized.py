@@ -39,7 +39,6 @@ def _multiply(
     ACTIVATION: gl.constexpr,
     ACTIVATE_GATE: gl.constexpr,
     GROUP_M: gl.constexpr,
-    LAG: gl.constexpr,
     PART: gl.constexpr,
 ):
     x_scale, gate_scale, up_scale, out = scales
@@ -54,7 +53,7 @@ def _multiply(
     start_next()
     for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
-        gate, up, slot, phase = multiply_tile(ring, slot, phase, k, PART, True, LAG)
+        gate, up, slot, phase = multiply_tile(ring, slot, phase, k, PART, True)
         first_m = (block_m * CONSUMERS + PART) * ROWS
         first_n = block_n * BLOCK_N
         if x_scale is not None:
@@ -92,7 +91,6 @@ def _mlp_specialized_kernel(
     ACTIVATE_GATE: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-    LAG: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = gate_desc.block_type.shape[0]
     blocks_m = gl.cdiv(m, 2 * x_desc.block_type.shape[0])
@@ -104,11 +102,11 @@ def _mlp_specialized_kernel(
         [
             (
                 _multiply,
-                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, LAG, 0),
+                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 0),
             ),
             (
                 _multiply,
-                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, LAG, 1),
+                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 1),
             ),
             (
                 load_tiles,
@@ -133,7 +131,6 @@ def mlp_specialized(
     channels: bool,
     block_n: int = 128,
     group_m: int = 8,
-    lag: int = 1,
 ) -> None:
     """Launch; rows of every operand are multiples of 16 bytes. Scales as in gated_mlp."""
     m, k = x.shape
@@ -156,7 +153,6 @@ def mlp_specialized(
         ACTIVATE_GATE=activate_gate,
         STAGES=ring_stages((128 + 2 * block_n) * 128),
         GROUP_M=group_m,
-        LAG=lag,
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -149,13 +149,10 @@ def load_tiles(
 
 
 @gluon.jit
-def multiply_tile(
-    ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr, LAG: gl.constexpr
-):
+def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr):
     """Sums of one tile over all of K: (columns, more columns or the same, slot, phase).
 
-    With LAG a consumer issues a block's product before the last one ends. Without, it hands each
-    slot back at once, and the other consumer keeps the tensor cores busy.
+    A block's product is issued before the last one ends; waiting for each measured the same.
     """
     rows, columns, more, full, empty = ring
     STAGES: gl.constexpr = columns.type.shape[0]
@@ -165,7 +162,7 @@ def multiply_tile(
     BLOCK_C: gl.constexpr = more.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
     DEPTH: gl.constexpr = 256 // rows.dtype.primitive_bitwidth
-    PENDING: gl.constexpr = LAG * (2 if SECOND else 1)
+    PENDING: gl.constexpr = 2 if SECOND else 1
     first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
     second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_C, DEPTH])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=first)
@@ -180,18 +177,14 @@ def multiply_tile(
             acc, other = warpgroup_mma_wait(PENDING, deps=[acc, other])
         else:
             acc = warpgroup_mma_wait(PENDING, deps=[acc])
-        if LAG:
-            free_previous(empty, slot, STAGES, start > 0)
-        else:
-            mbarrier.arrive(empty.index(slot), count=1)
+        free_previous(empty, slot, STAGES, start > 0)
         slot, phase = next_slot(slot, phase, STAGES)
     if SECOND:
         acc, other = warpgroup_mma_wait(0, deps=[acc, other])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
         other = acc
-    if LAG:
-        free_previous(empty, slot, STAGES, True)
+    free_previous(empty, slot, STAGES, True)
     return acc, other, slot, phase
 
 
