@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from oss_fused.errors import CheckpointError
 from oss_fused.plugin.patterns import matches
-from oss_fused.plugin.settings import Settings, from_checkpoint
-from oss_fused.quant.checkpoint.audit import audit, check_config
+from oss_fused.plugin.settings import MXFP4_METHODS, QUANT_METHOD, Settings, from_checkpoint
+from oss_fused.quant.checkpoint.audit import audit, check_config, quant_method
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
@@ -35,21 +32,10 @@ def check_checkpoint(
         SchemeError: the quantisation is not understood.
     """
     reader = audit(folder, remote_code, values)
-    config = reader.config.get("quantization_config")
-    if config is not None:
-        _check_patterns(parse(config), reader)
+    # other methods' settings are vLLM's to judge
+    if quant_method(reader) in (QUANT_METHOD, *MXFP4_METHODS):
+        _check_patterns(from_checkpoint(reader.config["quantization_config"]), reader)
     return reader
-
-
-def parse(config: Any) -> Settings:
-    """Settings of a ``quantization_config`` from an unknown hand.
-
-    Raises:
-        SchemeError: it is of another method, or has a value that is not understood.
-    """
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"config.json: quantization_config={config!r}: expected an object")
-    return from_checkpoint(config)
 
 
 def check_before_load(model: str) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 
 from tests.deploy.hostile import CASES, Case, doctor_says, loader_says, make, make_bases
+from tests.plugin.conftest import set_quantization
 
 pytestmark = pytest.mark.serve
 
@@ -33,3 +35,20 @@ def test_is_refused(name, bases, tmp_path) -> None:
     folder = make(name, bases, tmp_path)
     for answer in (doctor_says(folder), loader_says(folder, case)):
         assert re.search(case.reason, answer), answer
+
+
+def test_links_of_the_hub_cache_are_welcome(bases, tmp_path) -> None:
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in bases["llama"].iterdir():
+        shutil.copy(path, blobs / f"sha-{path.name}")
+        (snapshot / path.name).symlink_to(blobs / f"sha-{path.name}")
+    assert doctor_says(snapshot) == ""
+
+
+def test_another_quantisation_is_not_judged_by_our_rules(bases, tmp_path) -> None:
+    folder = shutil.copytree(bases["llama"], tmp_path / "other")
+    set_quantization(folder, {"quant_method": "compressed-tensors", "ignore": ["re:(("]})
+    assert doctor_says(folder) == ""

@@ -32,6 +32,7 @@ _LIMITS = {
     "num_experts_per_tok": 4096,
 }
 _OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+_KNOWN_METHODS = (None, "oss_fp8", "mxfp4", "gpt_oss_mxfp4")
 _MXFP4_BLOCK = 32
 _E8M0_NAN = 255
 
@@ -54,15 +55,29 @@ def audit(folder: str | Path, remote_code: bool = False, values: bool = True) ->
     """
     reader = CheckpointReader(folder, quantised=True)
     check_config(reader.config, remote_code)
-    if reader.config["model_type"] in FAMILIES:
-        for name in reader.names():
-            reader.dtype(name)
-        _check_shapes(reader)
-    _check_scale_layout(reader)
+    # other quantisations store weights as they like
+    if quant_method(reader) in _KNOWN_METHODS:
+        if reader.config["model_type"] in FAMILIES:
+            for name in reader.names():
+                reader.dtype(name)
+            _check_shapes(reader)
+        _check_scale_layout(reader)
     if values:
         for name in reader.names():
             check_scale_values(reader, name)
     return reader
+
+
+def quant_method(reader: CheckpointReader) -> str | None:
+    """``quant_method`` of the checkpoint, None if it is not quantised.
+
+    Raises:
+        CheckpointError: ``quantization_config`` is no object.
+    """
+    config = reader.config.get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(f"config.json: quantization_config={config!r}: expected an object")
+    return (config or {}).get("quant_method")
 
 
 def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
@@ -184,9 +199,7 @@ def _check_shapes(reader: CheckpointReader) -> None:
 def _stored_as(reader: CheckpointReader, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
     """The tensors that hold ``name``: itself, MXFP4 blocks and scales, or one FP8 per expert."""
     config = reader.config.get("quantization_config") or {}
-    layout = config.get("experts") or (
-        "mxfp4" if "mxfp4" in str(config.get("quant_method")) else None
-    )
+    layout = config.get("experts") or ("mxfp4" if "mxfp4" in str(quant_method(reader)) else None)
     if ".mlp.experts." not in name or layout in (None, "bf16"):
         yield name, shape
         return
