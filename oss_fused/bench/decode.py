@@ -121,6 +121,8 @@ class Engine:
         job = folder / f"{arm.name}.json"
         job.write_text(json.dumps({"model": arm.model, "flags": plan.flags_of(arm)}))
         environment = dict(os.environ) if plan.gpu else CPU_ENVIRONMENT | dict(os.environ)
+        # a prefill as long as the model's context needs a position more; the text is noise anyway
+        environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         with self.log_path.open("wb") as log:
             self._process: subprocess.Popen[bytes] = processes.start(
                 [*plan.worker, str(job)], log, environment | dict(arm.environment), pipes=True
