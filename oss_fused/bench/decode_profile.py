@@ -52,7 +52,10 @@ def attribute(names: Sequence[str]) -> list[str]:
         ends = [place for place in range(begin + 1, end) if kinds[place] == "sampling"]
         sampled = ends[-1] if ends else (end if end == len(kinds) else None)
         starts = [place for place in found if not _CONTINUES.search(names[place])]
-        roles = _roles(starts, sampled, begin >= 0, middle)
+        # a fused projection says what it is: then no product takes its place
+        named = [place for place in range(begin + 1, end) if kinds[place] == "projections"]
+        fused = bool(starts and named and named[-1] > starts[-1])
+        roles = _roles(starts, sampled, begin >= 0, middle, fused)
         role = "other"
         for place in found:
             role = roles.get(place, role)
@@ -61,7 +64,7 @@ def attribute(names: Sequence[str]) -> list[str]:
 
 
 def _roles(
-    products: Sequence[int], sampled: int | None, follows: bool, middle: str
+    products: Sequence[int], sampled: int | None, follows: bool, middle: str, fused: bool
 ) -> dict[int, str]:
     """Groups of the products between two attention kernels.
 
@@ -70,6 +73,7 @@ def _roles(
         sampled: where the step ends among them, if it does.
         follows: an attention kernel comes before them.
         middle: group of what lies between the projections.
+        fused: the projection before the next attention is none of them.
     """
     if sampled is None:
         before, after = list(products), []
@@ -79,7 +83,7 @@ def _roles(
     roles = dict.fromkeys(before, middle) | dict.fromkeys(after, "projections")
     if before and sampled is not None:
         roles[before[-1]] = "head"
-    elif before:
+    elif before and not fused:
         roles[before[-1]] = "projections"
     if before and follows and (sampled is None or len(before) > 1):
         roles[before[0]] = "projections"

@@ -33,10 +33,11 @@ def markdown(results: Mapping[str, Any]) -> str:
     """
     settings = results["settings"]
     arms, candidate = list(results["arms"]), settings["candidate"]
+    rounds = 1 + max(row["round"] for row in results["measurements"])
     method = (
-        f"One process an arm, all engines up at once and measured in turn; {settings['rounds']} "
-        f"rounds. Milliseconds are medians over rounds, brackets the lowest and highest round. The "
-        f"speed-up is against the faster of {', '.join(settings['baselines'])}."
+        f"One process an arm, all engines up at once and measured in turn, each load in up to "
+        f"{rounds} rounds. Milliseconds are medians over rounds, brackets the lowest and highest "
+        f"round. The speed-up is against the faster of {', '.join(settings['baselines'])}."
     )
     parts = [
         f"# A decode step of {settings['model']}: {candidate} against stock",

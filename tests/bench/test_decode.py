@@ -193,6 +193,13 @@ def test_products_are_known_by_their_place():
     assert groups[10] == "head"
 
 
+def test_a_fused_projection_leaves_the_products_to_the_mlp():
+    fused = ["_qkv_kernel", "attention", "gemv", "norm", "gemv", "act_mul", "gemv", "norm"] * 2
+    groups = decode_profile.attribute([*fused, "gemv", "argmax"])
+    assert groups[2:9] == ["projections", "norms", "mlp", "mlp", "mlp", "norms", "projections"]
+    assert groups[-2] == "head"
+
+
 def test_shared_time_counts_once():
     assert decode_profile.own_times([(0, 0.0, 10.0), (1, 4.0, 2.0), (1, 8.0, 5.0)]) == [10, 0, 3]
 
