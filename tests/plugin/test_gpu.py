@@ -30,8 +30,8 @@ def test_online_in_graphs(family, tmp_path, engine):
     served = engine(folder, quantization="oss_fp8", **GRAPHS)
     assert attention_classes(served) == {"OssAttentionImpl"}
     ignore = () if family == "gpt_oss" else ("lm_head",)
-    # noise of bfloat16's size in the projections moves the tiny gpt-oss, whose routing is sharp,
-    # by up to 0.39
+    # noise of 2**-9 in the products, norms and experts of the CPU reference moves one of the tiny
+    # gpt-oss's log-probabilities by up to 0.5: its routing is sharp
     tolerance = 0.4 if family == "gpt_oss" else 0.15
     assert_agrees(served.generate(), folder, tolerance=tolerance, ignore=ignore)
 
