@@ -146,7 +146,7 @@ class Server:
             )
 
     def resident_mib(self) -> float:
-        """Memory of the server and everything it started, in MiB; a shared page is divided among its users."""
+        """MiB of the server and all it started; a shared page is divided among its users."""
         if self._process is None:
             return 0.0
         pids = [self._process.pid, *processes.descendants(self._process.pid)]
