@@ -31,7 +31,9 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 PROMPTS = [[3, 17, 42, 99], [5, 77, 23, 54, 61, 8, 30]]
-TOLERANCE = 0.15  # as for one process, see tests/plugin/conftest.py
+# as in tests/plugin/conftest.py; ranks that share a row quantise their parts of it by scales of
+# their own, which the reference does not
+TOLERANCE, TOLERANCE_RANKS = 0.15, 0.4
 CHILD = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -77,7 +79,9 @@ def run(model: Path, options: dict[str, object]) -> list[tuple[list[int], list[f
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def compare(answers: list[tuple[list[int], list[float]]], plain: Path) -> dict[str, float | bool]:
+def compare(
+    answers: list[tuple[list[int], list[float]]], plain: Path, bound: float
+) -> dict[str, float | bool]:
     """Distance from transformers' model with the same roundings, fed with the same tokens."""
     difference = regret = 0.0
     for prompt, (tokens, logprobs) in zip(PROMPTS, answers):
@@ -90,7 +94,7 @@ def compare(answers: list[tuple[list[int], list[float]]], plain: Path) -> dict[s
         "largest_logprob_difference": round(difference, 4),
         # how far a chosen token is from the reference's best
         "largest_regret": round(regret, 4),
-        "agrees": max(difference, regret) < TOLERANCE,
+        "agrees": max(difference, regret) < bound,
     }
 
 
@@ -112,7 +116,8 @@ def main() -> int:
             failed = stock if isinstance(stock, str) else "runs"
             layouts[name] = {"error": answers, "vllm_alone": failed}
         else:
-            layouts[name] = compare(answers, plain)
+            bound = TOLERANCE_RANKS if LAYOUTS[name] else TOLERANCE
+            layouts[name] = compare(answers, plain, bound)
         print(name, layouts[name], flush=True)
     shutil.rmtree(folder)
     write_json(Path(sys.argv[1]), report | {"layouts": layouts})
