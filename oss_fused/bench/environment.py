@@ -30,7 +30,7 @@ def fingerprint() -> dict[str, Any]:
     """
     return {
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [_portable(word) for word in sys.argv],
         "commit": commit(),
         "gpus": gpus(),
         "cpu": cpu_model(),
@@ -40,8 +40,15 @@ def fingerprint() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES} | cuda_version(),
         "oss_fused": envs.snapshot(),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)},
+        "environment": {
+            k: _portable(v) for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)
+        },
     }
+
+
+def _portable(word: str) -> str:
+    """An absolute path as its last part: a result is read on other machines."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def version(package: str) -> str | None:
