@@ -281,7 +281,10 @@ class Engine:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
 
+        # an engine that failed half way leaves its process groups behind
+        cleanup_dist_env_and_memory()
         self.llm = LLM(
             model=str(folder),
             **(DEFAULTS | options),
