@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,8 @@ class Monitor:
         limits: list[float] = []
         fp8_only: set[str] = set()
         self._index = {}
+        # another engine of this process would get its memory, and be taken for it
+        weakref.finalize(model, self.stop)
         device = torch.device("cpu")
         for module in model.modules():
             method = getattr(module, "quant_method", None)
@@ -181,6 +184,12 @@ class Monitor:
         self._counts = [0] * len(names)
         self.statistics = Statistics(names, limits, self.rank)
         self.statistics.fp8_only = fp8_only
+
+    def stop(self) -> None:
+        """Watch nothing any more."""
+        self.serving = self.sampling = False
+        self._index = {}
+        set_observer(None)
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
         """Note the magnitudes of an operator's input; see ops.registration.set_observer."""
