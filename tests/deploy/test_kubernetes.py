@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
+import helm_python
 import kubernetes_validate
 import pytest
 import yaml
@@ -28,19 +28,8 @@ DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def helm():
-    """The library, forgotten afterwards: vLLM's CPU platform looks into every module's values, and
-    stumbles over the handle of this one's shared object."""
-    import helm_python
-
-    yield helm_python
-    for name in [name for name in sys.modules if name.partition(".")[0] == "helm_python"]:
-        del sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def chart(helm):
-    with helm.Chart.load(CHART) as loaded:
+def chart():
+    with helm_python.Chart.load(CHART) as loaded:
         yield loaded
 
 
@@ -75,8 +64,8 @@ def test_manifests_fit_the_schemas(chart, values) -> None:
         assert "replicas" not in documents["Deployment"]["spec"], "the autoscaler's"
 
 
-def test_helm_lint(helm, chart) -> None:
-    report = helm.lint(CHART, EVERYTHING, strict=True)
+def test_helm_lint(chart) -> None:
+    report = helm_python.lint(CHART, EVERYTHING, strict=True)
     # 1 is information
     assert not report["errors"] and all(m["severity"] == 1 for m in report["messages"])
 
@@ -119,8 +108,8 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("name", SENSELESS)
-def test_senseless_values_are_refused(helm, chart, name) -> None:
-    with pytest.raises(helm.HelmValuesError):
+def test_senseless_values_are_refused(chart, name) -> None:
+    with pytest.raises(helm_python.HelmValuesError):
         chart.validate_schema(SENSELESS[name])
 
 
@@ -132,8 +121,8 @@ def test_senseless_values_are_refused(helm, chart, name) -> None:
         ({"calibrationJob": {"enabled": True}}, "claimName"),
     ],
 )
-def test_contradictions_are_refused(helm, chart, values, reason) -> None:
-    with pytest.raises(helm.HelmError, match=reason):
+def test_contradictions_are_refused(chart, values, reason) -> None:
+    with pytest.raises(helm_python.HelmError, match=reason):
         chart.render(values, name="demo", namespace="llm")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -285,10 +286,14 @@ class Engine:
 
         # an engine that failed half way leaves its process groups behind
         cleanup_dist_env_and_memory()
-        self.llm = LLM(
-            model=str(folder),
-            **(DEFAULTS | options),
-        )
+        # numba's (n-gram speculation imports it) holds an object that answers to any attribute,
+        # over which vLLM's CPU platform stumbles when it looks into every module's values
+        ffi = sys.modules.pop("llvmlite.binding.ffi", None)
+        try:
+            self.llm = LLM(model=str(folder), **(DEFAULTS | options))
+        finally:
+            if ffi is not None:
+                sys.modules["llvmlite.binding.ffi"] = ffi
 
     def generate(self, prompt: list[int] | None = None) -> tuple[list[int], list[float]]:
         """Greedy tokens after the prompt, and the log-probability of each."""
