@@ -25,12 +25,13 @@ FP8 = torch.float8_e4m3fn
 PROMPT = [3, 17, 42, 99, 5, 77, 23, 54, 61, 8, 30, 110]
 NEW_TOKENS = 4
 
-# the engine as it serves: compiled, in CUDA graphs. A fixed cache keeps vLLM from measuring free
-# memory, which tests that run side by side on one GPU would change under its feet.
+# a fixed cache keeps vLLM from measuring free memory, which tests that run side by side on one GPU
+# would change under its feet
+SHARED_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28}
+# the engine as it serves: compiled, in CUDA graphs
 GRAPHS: dict[str, Any] = {
+    **SHARED_GPU,
     "enforce_eager": False,
-    "gpu_memory_utilization": 0.05,
-    "kv_cache_memory_bytes": 2**28,
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
 }
 

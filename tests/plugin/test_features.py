@@ -11,7 +11,7 @@ import json
 import pytest
 
 from oss_fused.bench.tokenizer import save_tokenizer
-from tests.plugin.conftest import Engine, assert_agrees, build, reference_logprobs
+from tests.plugin.conftest import SHARED_GPU, Engine, assert_agrees, build, reference_logprobs
 
 pytestmark = pytest.mark.serve
 
@@ -122,7 +122,7 @@ def test_guided_json(served):
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(level, tmp_path, engine):
     folder = build(tmp_path, "gpt_oss", head_dim=64)
-    served = engine(folder, quantization="oss_fp8", enable_sleep_mode=True)
+    served = engine(folder, quantization="oss_fp8", enable_sleep_mode=True, **SHARED_GPU)
     before = served.generate()
     served.llm.sleep(level=level)
     served.llm.wake_up(tags=["weights"])
