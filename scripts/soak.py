@@ -6,7 +6,9 @@
 
 Starts `vllm serve` on the loopback interface and mixes short, long, streamed, cancelled,
 malformed and too long requests, JSON by schema, log-probabilities and several answers at once.
-Exit codes: 0 no error and greedy answers identical, 1 otherwise, 2 bad arguments.
+SIGTERM or Ctrl-C during the load end it early, with all that was measured; FILE is written as it
+goes ("complete": false until the end). Exit codes: 0 no error and greedy answers identical, 1
+otherwise, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def say(text: str) -> None:
+    """Print to stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """Parse the command line, run the test, write the results."""
     parser = make_parser()
@@ -55,17 +63,22 @@ def main() -> int:
         soak.check(plan)
     except ServerError as error:
         parser.error(str(error))
+    head = {"kind": "oss_fused.soak", "environment": fingerprint()}
+
+    def save(report: dict[str, Any]) -> None:
+        write_json(output, {**head, "complete": "ended_by" in report, **report})
+
     with tempfile.TemporaryDirectory(prefix="oss-fused-soak-") as scratch:
         try:
             with signals_as_exceptions():
-                result = soak.run(plan, Path(scratch), lambda text: print(text, file=sys.stderr))
+                result = soak.run(plan, Path(scratch), say, save)
         except ServerError as error:
-            print(f"soak: {error}", file=sys.stderr)
+            say(f"soak: {error}")
             return 1
         except (KeyboardInterrupt, Terminated) as error:
-            print(f"soak: stopped by {type(error).__name__}; server ended", file=sys.stderr)
+            say(f"soak: stopped by {type(error).__name__}; server ended")
             return 130
-    write_json(output, {"kind": "oss_fused.soak", "environment": fingerprint(), **result})
+    save(result)
     figures = {
         "soak.errors": len(result["errors"]),
         "soak.memory_growth_mib": result["memory_growth_mib"],
@@ -74,10 +87,9 @@ def main() -> int:
         where = relative(output, summary)
         merge_summary(summary, {k: {"value": v, "file": where} for k, v in figures.items()})
     total = sum(result["requests"].values())
-    print(
+    say(
         f"{total} requests in {result['seconds']:.0f} s, {len(result['errors'])} errors, memory "
-        f"{result['memory_growth_mib']:+.1f} MiB, greedy identical: {result['greedy_identical']}",
-        file=sys.stderr,
+        f"{result['memory_growth_mib']:+.1f} MiB, greedy identical: {result['greedy_identical']}"
     )
     return 1 if result["errors"] else 0
 

@@ -91,6 +91,12 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(fields, row)) for row in rows if len(row) == len(fields)]
 
 
+def gpu_used_mib() -> float:
+    """Memory in use on all NVIDIA GPUs together, in MiB; 0 without one."""
+    text = _output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return float(sum(int(line) for line in text.splitlines())) if text else 0.0
+
+
 def has_gpu() -> bool:
     """Whether there is an NVIDIA GPU; makes no CUDA context in this process."""
     # a container may have the device without nvidia-smi

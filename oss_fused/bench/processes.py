@@ -113,13 +113,27 @@ def is_alive(pid: int) -> bool:
     return fields is not None and fields[0] != "Z"
 
 
-def proportional_mib(pid: int) -> float:
-    """Resident memory in MiB, shared pages divided among their users; 0 if it has ended."""
+def own_mib(pid: int) -> float:
+    """Memory in MiB, shared pages divided among their users; 0 if it has ended.
+
+    Pages of mapped files (libraries) are left out: when a process elsewhere on the machine that
+    maps them ends, the share of those who remain rises although nobody took memory.
+    """
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0.0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+    kinds = ("Pss_Anon:", "Pss_Shmem:")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(kinds)) / 1024
+
+
+def program(pid: int) -> str:
+    """First word of the command line without its folder, such as ``VLLM::EngineCore``."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return Path(words[0].decode(errors="replace")).name
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -145,12 +145,12 @@ class Server:
                 f"  command: {shlex.join(self.command)}\n{self.log_tail()}"
             )
 
-    def resident_mib(self) -> float:
-        """MiB of the server and all it started; a shared page is divided among its users."""
+    def memory_mib(self) -> dict[str, float]:
+        """MiB of the server and each process it started, as ``processes.own_mib`` counts."""
         if self._process is None:
-            return 0.0
+            return {}
         pids = [self._process.pid, *processes.descendants(self._process.pid)]
-        return sum(processes.proportional_mib(pid) for pid in pids)
+        return {f"{processes.program(pid)} {pid}": processes.own_mib(pid) for pid in pids}
 
     def wait_until_healthy(self) -> float:
         """Wait for /health; return the seconds since the start.

@@ -1,38 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Soak requests accept right answers only; growth compares quarters."""
+"""Soak requests accept right answers only; growth compares quarters; a signal ends the load."""
 
 from __future__ import annotations
 
-import json
+import os
 import random
+import signal
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
 from oss_fused.bench import soak
+from oss_fused.bench.processes import own_mib, program, signals_as_exceptions
 from oss_fused.bench.soak_requests import KINDS, Target, WrongAnswer
 from oss_fused.errors import ServerError
+from tests.bench.fake_soak_server import answer
 
-
-def answer(request: httpx.Request) -> httpx.Response:
-    """A server that does everything right."""
-    try:
-        body = json.loads(request.content)
-        prompt = body["prompt"]
-        good = body["model"] == "m" and isinstance(prompt, str)
-        good = good and isinstance(body["max_tokens"], int) and body.get("temperature", 0) >= 0
-    except (ValueError, KeyError):
-        good = False
-    if not good or len(prompt.split()) > 64:
-        return httpx.Response(400)
-    if body.get("stream"):
-        return httpx.Response(200, text="data: {}\n\ndata: {}\n\ndata: [DONE]\n\n")
-    choice = {
-        "text": '{"city": "Rome", "rank": 1}',
-        "logprobs": {"token_logprobs": [-0.5]},
-    }
-    choices = [choice] * body.get("n", 1)
-    return httpx.Response(200, json={"choices": choices, "usage": {"completion_tokens": 1}})
+SERVER = (sys.executable, str(Path(__file__).with_name("fake_soak_server.py")))
 
 
 def target(handler) -> Target:
@@ -55,3 +41,31 @@ def test_growth() -> None:
 def test_unbounded_plan_is_refused() -> None:
     with pytest.raises(ServerError, match="minutes"):
         soak.check(soak.Plan("m", minutes=1e9))
+
+
+def test_signal_ends_the_load_and_keeps_what_was_measured(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(soak, "_SAMPLE_SECONDS", 0.2)
+    plan = soak.Plan("m", minutes=5, concurrency=3, max_model_len=64, serve_command=SERVER)
+    saved: list[dict] = []
+
+    def save(report: dict) -> None:
+        saved.append(report)
+        if len(saved) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with signals_as_exceptions():
+        result = soak.run(plan, tmp_path, lambda text: None, save)
+    assert result["ended_by"] == "Terminated" and result["errors"] == []
+    assert result["greedy_identical"] and set(result["requests"]) == set(KINDS)
+    assert len(saved) == len(result["memory_mib"]) == 3 and "ended_by" not in saved[-1]
+    sample = result["memory_mib"][-1]
+    assert any(name.startswith("python") and size > 1 for name, size in sample.items())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_memory_of_mapped_files_is_left_out() -> None:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    assert 0 < own_mib(os.getpid()) < pss
+    assert program(os.getpid()).startswith("python")
+    assert own_mib(2**22 + 1) == 0
