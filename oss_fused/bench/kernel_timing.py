@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from oss_fused.bench.measure import time_in_turn
 
 # inputs are rotated until together they are several times an H200's L2 (60 MB)
 ROTATED_BYTES = 400e6
@@ -31,28 +33,20 @@ def copies_for(nbytes: int) -> int:
 
 
 def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Timing:
-    """Capture ``calls`` in one CUDA graph and time its replays; per call.
+    """Time graph replays of ``calls``: the same kernel on different inputs, already compiled."""
+    return time_graphs({"only": calls}, replays)["only"]
 
-    Args:
-        calls: the same kernel on different inputs, already compiled.
-        replays: timed replays, after one warm-up replay.
-    """
-    # inputs made on the default stream must exist before the capture stream reads them
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(
-        start.elapsed_time(end) * 1e3 / len(calls) for start, end in itertools.pairwise(events)
-    )
+
+def time_graphs(
+    contestants: Mapping[str, Sequence[Callable[[], Any]]], replays: int = REPLAYS
+) -> dict[str, Timing]:
+    """Time several implementations in turn, each as `time_graph` does; see `time_in_turn`."""
+    measured = time_in_turn(list(contestants.values()), replays, "cuda")
+    return {name: _timing(times) for name, times in zip(contestants, measured, strict=True)}
+
+
+def _timing(milliseconds: Sequence[float]) -> Timing:
+    times = sorted(1e3 * value for value in milliseconds)
     return Timing(statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))])
 
 

@@ -15,10 +15,11 @@ from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.kernel_cases import Case, memory_cases
 from oss_fused.bench.kernel_gemm_cases import gemm_cases
 from oss_fused.bench.kernel_projection_cases import projection_cases
-from oss_fused.bench.kernel_timing import copy_bandwidth, time_graph
+from oss_fused.bench.kernel_timing import copy_bandwidth, time_graphs
 
 # dense FP8 peak of the H100/H200 SXM datasheet
 PEAK_FP8_TFLOPS = 1979.0
+_OURS = "oss_fused"
 SMALL_GROUPS = ("norm_quant", "rmsnorm_rope", "rope_kv", "act_mul_quant")
 
 
@@ -125,13 +126,12 @@ def _measure(case: Case, bandwidth: float) -> dict[str, Any]:
     }
     if not row["passed"]:
         return row
-    ours = time_graph(prepared.ours)
-    row |= {"us": ours.median, "us_p95": ours.p95, "baselines_us": {}}
-    for name, calls in prepared.baselines.items():
+    for calls in prepared.baselines.values():
         calls[0]()
-        row["baselines_us"][name] = time_graph(calls).median
-    # interleaved: ours again after the baselines, so that a drifting clock hits both
-    row["us"] = min(row["us"], time_graph(prepared.ours).median)
+    times = time_graphs({_OURS: prepared.ours, **prepared.baselines})
+    ours = times.pop(_OURS)
+    row |= {"us": ours.median, "us_p95": ours.p95}
+    row["baselines_us"] = {name: timing.median for name, timing in times.items()}
     seconds = row["us"] * 1e-6
     row |= {
         "bytes_per_second": case.nbytes / seconds,

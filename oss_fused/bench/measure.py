@@ -46,9 +46,23 @@ def time_replays(
 ) -> list[float]:
     """Milliseconds of one call, over ``repeats`` replays of a CUDA graph of all ``calls``.
 
-    The way for kernels of a few microseconds, which an event pair of their own would inflate. The
-    calls are the same function on inputs that together exceed the L2; their results are kept, so
-    that each writes memory of its own.
+    Their results are kept, so that each call writes memory of its own; else as `time_in_turn`.
+    """
+    return time_in_turn([calls], repeats, device, keep=True)[0]
+
+
+def time_in_turn(
+    contestants: Sequence[Sequence[Callable[[], Any]]],
+    repeats: int,
+    device: torch.device | str,
+    keep: bool = False,
+) -> list[list[float]]:
+    """Milliseconds of one call of each contestant; their graphs are replayed one after the other.
+
+    The way for kernels of a few microseconds, which an event pair of their own would inflate. In
+    turn, because a clock that drifts must hit all alike. A contestant's calls are the same function
+    on inputs that together exceed the L2. Results are dropped, so that later calls write where
+    earlier ones did, as layers of a model do, unless ``keep``.
 
     Raises:
         ValueError: ``repeats`` is below 1.
@@ -59,19 +73,29 @@ def time_replays(
     with torch.cuda.device(device):
         # inputs made on the default stream must exist before the capture stream reads them
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = [call() for call in calls]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        graph.replay()
+        kept: list[Any] = []
+        graphs = []
+        for calls in contestants:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                for call in calls:
+                    result = call()
+                    if keep:
+                        kept.append(result)
+            del result
+            graphs[-1].replay()
+        count = repeats * len(graphs) + 1
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         events[0].record()
-        for event in events[1:]:
-            graph.replay()
+        for place, event in enumerate(events[1:]):
+            graphs[place % len(graphs)].replay()
             event.record()
         torch.cuda.synchronize()
-        del kept
-        pairs = itertools.pairwise(events)
-        return [start.elapsed_time(end) / len(calls) for start, end in pairs]
+        times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+        return [
+            [time / len(calls) for time in times[place :: len(graphs)]]
+            for place, calls in enumerate(contestants)
+        ]
 
 
 def _clock_one(fn: Callable[[], Any]) -> float:
