@@ -6,8 +6,8 @@ Generates the same tokens with and without samples in turn; the difference, divi
 of samples, is the cost of one. Also counts how many tokens are the same. Then it poisons a layer
 and says where the monitor saw NaN first. On a GPU the engine runs with CUDA graphs.
 
-  make_model.py --arch llama --size 8b --layers 8 --device cuda --output /tmp/llama-8b-8
-  bench_monitor.py /tmp/llama-8b-8 --output monitor.json
+  make_model.py --arch gpt-oss --size 20b --format mxfp4 --device cuda --output /tmp/gpt-oss-20b
+  bench_monitor.py /tmp/gpt-oss-20b --output monitor.json
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", help="folder of a bf16 checkpoint, a Llama or the like")
+    add("model", help="folder of a checkpoint in bf16, or of gpt-oss in MXFP4")
     add("--output", type=Path, required=True, help="JSON file to write")
     add("--batches", type=int, nargs="+", default=[32, 1], help="requests at once (default: 32 1)")
     add("--tokens", type=int, default=512, help="decode steps of a run (default: 512)")
@@ -42,6 +42,7 @@ def main() -> int:
     os.environ["OSS_FUSED_MONITOR"] = str(NEVER)
     engine = start(args.model, max(args.batches))
     from oss_fused.bench.environment import fingerprint
+    from oss_fused.bench.folder import write_json
     from oss_fused.plugin.monitor import current
 
     monitor = current()
@@ -57,8 +58,9 @@ def main() -> int:
     }
     for batch in args.batches:
         results[f"batch_{batch}"] = measure(engine, monitor, batch, args)
+        write_json(args.output, results)
     results["poisoned"] = poison(engine, monitor)
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(args.output, results)
     print(json.dumps({k: v for k, v in results.items() if k != "environment"}), file=sys.stderr)
     return 0
 
@@ -137,14 +139,16 @@ def measure(engine: Any, monitor: Any, batch: int, args: argparse.Namespace) -> 
 
 
 def poison(engine: Any, monitor: Any) -> dict[str, Any]:
-    """Make the second layer's output NaN; name the first layers at which that was seen."""
+    """Make the second layer's last linear give NaN; name the first layers at which it was seen."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    model.model.layers[1].mlp.down_proj.weight_scale.data.fill_(float("nan"))
+    watched = [name for name in monitor.statistics.layers if ".layers.1." in name]
+    name = next(name for name in reversed(watched) if name.endswith("_proj"))
+    model.get_submodule(name).weight_scale.data.fill_(float("nan"))
     monitor.every = 5
     generate(engine, 2, 16)
     time.sleep(1.0)
     seen = [name for name, figures in monitor.statistics.layers.items() if figures.nonfinite]
-    return {"layer": "model.layers.1.mlp.down_proj", "seen_first_at": seen[:2], "layers": len(seen)}
+    return {"layer": name, "seen_first_at": seen[:2], "layers": len(seen)}
 
 
 if __name__ == "__main__":
