@@ -48,8 +48,12 @@ def available_backends() -> list[str]:
     return [backend for backend in _PACKAGES if _runs(backend)]
 
 
+@functools.cache
 def default_backend(device: torch.device) -> str:
-    """Backend for ``device``: OSS_FUSED_BACKEND, or triton on a GPU and torch elsewhere."""
+    """Backend for ``device``: OSS_FUSED_BACKEND, or triton on a GPU and torch elsewhere.
+
+    The variable is read once a device: every call of an operator asks.
+    """
     chosen = envs.get("OSS_FUSED_BACKEND")
     if chosen == "auto":
         return "triton" if device.type == "cuda" else "torch"

@@ -39,10 +39,10 @@ def register_op(schema: str, fake: Callable[..., Any]) -> None:
     """
     name = schema.split("(", 1)[0]
 
-    def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any) -> Any:
         if _observer is not None:
-            _observer(name, (first, *args))
-        return get_kernel(default_backend(first.device), name)(first, *args, **kwargs)
+            _observer(name, args)
+        return get_kernel(default_backend(args[0].device), name)(*args)
 
     run.__name__ = run.__qualname__ = name
     LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
