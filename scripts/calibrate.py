@@ -140,6 +140,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="with --accuracy-target: keep the checkpoint with everything in FP8 there, or take it "
         "from there, so that another target only searches",
     )
+    add(
+        "--clip-target",
+        type=float,
+        metavar="SHARE",
+        help="share of values that may saturate, such as 0.001: static scales (FP8_STATIC inputs, "
+        "--kv-cache fp8) get the least squared error within it (default: they clip nothing)",
+    )
+    add(
+        "--group-candidates",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="sizes of groups of a weight's inputs: calibration.json tells for each linear which "
+        "would round best within --clip-target; not served, scales are per output row",
+    )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
     add("--seed", type=int, help="of the choice of samples (default: 0)")

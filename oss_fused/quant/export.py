@@ -14,6 +14,7 @@ from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.experts import convert_experts
 from oss_fused.quant.formats import FORMATS, dequantize, quantize
 from oss_fused.quant.plan import Plan, Step
+from oss_fused.quant.scalers import choose_group_size
 
 _BINS = 64
 _ROWS = 16384
@@ -90,7 +91,12 @@ class Exporter:
             self.writer.write(
                 f"{step.name}.input_scale", _found(findings.input_scales, step.name, "input_scale")
             )
-        return {**_weight_facts(weight, q, scale), **findings.linears.get(step.name, {})}
+        facts = _weight_facts(weight, q, scale)
+        if sizes := [n for n in self.plan.group_candidates if weight.shape[1] % n == 0]:
+            some = weight[:: -(-weight.shape[0] // _ROWS)]
+            size, error, clipped = choose_group_size([some], self.plan.clip_target or 0.0, sizes)
+            facts["group"] = {"size": size, "error": error, "clip_ratio": clipped}
+        return {**facts, **findings.linears.get(step.name, {})}
 
     def _experts(self, step: Step, findings: LayerFindings) -> None:
         if self.base is not None:

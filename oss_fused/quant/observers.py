@@ -12,6 +12,11 @@ from torch import nn
 from oss_fused.errors import NumericalOverflowError
 from oss_fused.quant.formats import E4M3, amax_to_scale, fake_quantize
 
+_BIN_BITS = 16  # of a float32 that a bin of magnitudes leaves out
+_INFINITE = 0x7F80  # bin of Inf
+_CLIP_STEP = 16  # bins from one scale tried to the next: eight a binade
+_CLIP_BINADES = 12  # below the largest magnitude
+
 
 class AmaxObserver:
     """Largest magnitude seen, as float32 [1].
@@ -40,16 +45,63 @@ class AmaxObserver:
         return amax_to_scale(self.amax).cpu()
 
 
+class ClipObserver(AmaxObserver):
+    """Counts magnitudes, to find the scale with the least squared error that clips few of them."""
+
+    def __init__(self, what: str, clip_target: float) -> None:
+        """Watch ``what``; a share of at most ``clip_target`` of its values may saturate."""
+        super().__init__(what)
+        self.clip_target = clip_target
+        self._counts: torch.Tensor | None = None
+
+    def see(self, x: torch.Tensor) -> None:
+        """Take a tensor of any shape into account."""
+        super().see(x)
+        # a magnitude's upper 16 bits: 128 bins a binade
+        bins = x.detach().abs().float().view(torch.int32).flatten() >> _BIN_BITS
+        counts = torch.bincount(bins, minlength=1 << (31 - _BIN_BITS))
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def scale(self) -> torch.Tensor:
+        """The static scale [1]."""
+        plain = super().scale()
+        assert self._counts is not None and self.amax is not None
+        counts = self._counts.double().cpu()
+        first = torch.arange(len(counts), dtype=torch.int32) << _BIN_BITS
+        middles = (first + (1 << (_BIN_BITS - 1))).view(torch.float32)
+        top = int(counts.nonzero().max())
+        if top == 0:
+            return plain
+        above = counts.sum() - counts.cumsum(0)
+        candidates = []
+        # a larger scale only shifts the grid against the values: a binade shows every shift
+        for end in range(top + 128 - _CLIP_STEP, max(top - _CLIP_BINADES * 128, 0), -_CLIP_STEP):
+            if above[min(end, top)] > self.clip_target * counts.sum():
+                break
+            if end + 1 >= _INFINITE:
+                continue
+            limit = first[end + 1 : end + 2].view(torch.float32)  # of the bin's values
+            rounded = fake_quantize(middles[: top + 1], "tensor", amax_to_scale(limit))
+            error = ((rounded - middles[: top + 1]).double().square() * counts[: top + 1]).sum()
+            candidates.append((float(error), amax_to_scale(limit)))
+        return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def make_observer(what: str, clip_target: float | None) -> AmaxObserver:
+    """An observer that clips nothing, or, with a target, what that allows."""
+    return AmaxObserver(what) if clip_target is None else ClipObserver(what, clip_target)
+
+
 class CacheObserver:
     """Stands in for a KV cache: a layer hands it the keys and values that serving would cache.
 
     With ``scales`` it returns them as an FP8 cache would.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, clip_target: float | None = None) -> None:
         """Watch the attention ``module``."""
-        self.key = AmaxObserver(f"{module}.k_scale")
-        self.value = AmaxObserver(f"{module}.v_scale")
+        self.key = make_observer(f"{module}.k_scale", clip_target)
+        self.value = make_observer(f"{module}.v_scale", clip_target)
         self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(

@@ -51,6 +51,8 @@ class Plan:
         untie: lm_head gets a tensor of its own although the source ties it to the embedding.
         kv_scales: the output holds k_scale and v_scale.
         compressed_tensors: the output is in that format.
+        clip_target: share of values that static scales may clip, None for none.
+        group_candidates: sizes of groups whose error is told.
     """
 
     steps: tuple[Step, ...]
@@ -61,6 +63,8 @@ class Plan:
     kv_scales: bool
     compressed_tensors: bool
     unquantised_modules: tuple[str, ...] = field(default=())
+    clip_target: float | None = None
+    group_candidates: tuple[int, ...] = ()
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -130,6 +134,8 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
         kv_scales=kv_scales,
         compressed_tensors=recipe.format == "compressed-tensors",
         unquantised_modules=(*skeleton.expert_modules(), *routers) if skeleton.experts else (),
+        clip_target=recipe.clip_target,
+        group_candidates=recipe.group_candidates,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
+_YOUNGER = ("clip_target", "group_candidates")
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -45,6 +46,10 @@ class Recipe(BaseModel):
     experts as they are; dense models keep lm_head. ``rounding`` of "auto" takes error feedback
     where there is a dataset. ``accuracy_target`` is the perplexity factor, estimated as
     exp(mean KL), that a search for overrides must meet; the recipe it writes holds what it found.
+
+    ``clip_target`` is the share of values that may saturate: static scales (of inputs, keys and
+    values) have the least squared error within it, instead of clipping nothing. Of
+    ``group_candidates``, sizes of groups of a weight's inputs, calibration.json tells the best.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +65,8 @@ class Recipe(BaseModel):
     kv_cache: Literal["none", "fp8"] = "none"
     rounding: Literal["auto", "nearest", "feedback"] = "auto"
     accuracy_target: float | None = Field(default=None, gt=1)
+    clip_target: float | None = Field(default=None, ge=0, lt=1)
+    group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
@@ -81,6 +88,12 @@ class Recipe(BaseModel):
             )
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
+        static = self.kv_cache == "fp8" or any(s and s.needs_data for s in schemes)
+        if self.clip_target is not None and not static and not self.group_candidates:
+            raise ValueError(
+                f"clip_target={self.clip_target}: no scale is static; expected scheme FP8_STATIC, "
+                f"kv_cache fp8 or group_candidates beside it"
+            )
         return self
 
     @property
@@ -95,12 +108,19 @@ class Recipe(BaseModel):
 
     def digest(self, *parts: Any) -> str:
         """Short hash of the recipe and of whatever else decides the result."""
-        text = json.dumps([self.model_dump(mode="json"), *parts], sort_keys=True, default=str)
+        text = json.dumps([self._settings(), *parts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
         """The recipe as text that ``load_recipe`` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.safe_dump(self._settings(), sort_keys=False)
+
+    def _settings(self) -> dict[str, Any]:
+        """All of them; younger ones only where set, so that older runs can be gone on with."""
+        settings = self.model_dump(mode="json")
+        fields = type(self).model_fields
+        unset = [n for n in _YOUNGER if getattr(self, n) == fields[n].get_default()]
+        return {name: value for name, value in settings.items() if name not in unset}
 
 
 def make_recipe(settings: dict[str, Any]) -> Recipe:

@@ -29,6 +29,14 @@ class Percentiles(_Frozen):
     p99: float
 
 
+class Group(_Frozen):
+    """The size of groups of a row's values, each with a scale, that rounds a weight best."""
+
+    size: int
+    error: float
+    clip_ratio: float
+
+
 class Histogram(_Frozen):
     """Counts of values in equal bins between ``low`` and ``high``."""
 
@@ -49,6 +57,7 @@ class LinearRecord(_Frozen):
         bytes_after: of weight and scales in the output.
         weight_error: relative RMS error of the weight.
         format_errors: relative RMS error of plain rounding by format, "e4m3" and "e5m2".
+        group: the best of ``--group-candidates`` that divide a row.
         output_error: relative RMS error of the output against exact weight and input.
         error: the same token by token.
         clip_ratio: share of the input's values that saturate; 0 for dynamic scales.
@@ -65,6 +74,7 @@ class LinearRecord(_Frozen):
     bytes_after: int
     weight_error: float | None = None
     format_errors: dict[str, float] | None = None
+    group: Group | None = None
     output_error: float | None = None
     error: Percentiles | None = None
     clip_ratio: float | None = None

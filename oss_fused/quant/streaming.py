@@ -21,10 +21,10 @@ from oss_fused.quant.export import LayerFindings
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import (
-    AmaxObserver,
     CacheObserver,
     OutputError,
     drift,
+    make_observer,
     watch_inputs,
 )
 from oss_fused.quant.plan import Plan
@@ -83,7 +83,7 @@ class LayerStream:
         layer = self.runner.load(index)
         prefix = f"model.layers.{index}"
         linears = self.runner.linears(layer, index)
-        cache = CacheObserver(f"{prefix}.self_attn")
+        cache = CacheObserver(f"{prefix}.self_attn", self.plan.clip_target)
         findings = self._observe(layer, index, linears, cache)
         self.exact = [self.runner.forward(layer, index, hidden).cpu() for hidden in self.exact]
         if self.plan.kv_scales:
@@ -108,7 +108,7 @@ class LayerStream:
         if scheme is None or not (scheme.needs_data or self.feedback):
             return findings
         norm = self.runner.final_norm()
-        observer = AmaxObserver(f"{_HEAD}.input_scale")
+        observer = make_observer(f"{_HEAD}.input_scale", self.plan.clip_target)
         moments = InputMoments(self.hidden[0].shape[-1], self.device)
         for hidden in self.hidden:
             x = norm(hidden.to(self.device))
@@ -148,7 +148,9 @@ class LayerStream:
         """Run with exact weights; find the static input scales and the rounded weights."""
         chosen = {name: s for name in linears if (s := self.plan.schemes[name]) is not None}
         static = {
-            name: AmaxObserver(f"{name}.input_scale") for name, s in chosen.items() if s.needs_data
+            name: make_observer(f"{name}.input_scale", self.plan.clip_target)
+            for name, s in chosen.items()
+            if s.needs_data
         }
         # fused linears read the same input: its moments are summed once
         lead = {name: siblings(name, chosen)[0] for name in chosen} if self.feedback else {}
