@@ -155,6 +155,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="sizes of groups of a weight's inputs: calibration.json tells for each linear which "
         "would round best within --clip-target; not served, scales are per output row",
     )
+    add(
+        "--smoothing",
+        type=float,
+        metavar="ALPHA",
+        help="move outliers of inputs into the norm or linear before, exactly: 0 makes the columns "
+        "of weights alike, 1 the channels of inputs, 0.5 both; needs --dataset (default: not done)",
+    )
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
     add("--seed", type=int, help="of the choice of samples (default: 0)")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from oss_fused.quant.experts import convert_experts
 from oss_fused.quant.formats import FORMATS, dequantize, quantize
 from oss_fused.quant.plan import Plan, Step
 from oss_fused.quant.scalers import choose_group_size
+from oss_fused.quant.smoothing import Rescaled
 
 _BINS = 64
 _ROWS = 16384
@@ -30,6 +32,7 @@ class LayerFindings:
         kv_scales: (k_scale, v_scale), each [1], by self_attn module.
         linears: fields of a LinearRecord by linear.
         layer: fields of the LayerRecord.
+        rescaled: what smoothing multiplied tensors with.
     """
 
     weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class LayerFindings:
     kv_scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     linears: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer: dict[str, Any] = field(default_factory=dict)
+    rescaled: Rescaled = field(default_factory=dict)
 
 
 class Exporter:
@@ -63,7 +67,9 @@ class Exporter:
             return
         facts: dict[str, Any] = {}
         if step.kind == "copy":
-            self.writer.write(step.name, self.reader.read(step.name))
+            tensor = self.reader.read(step.name)
+            smooth = _rescale(tensor, findings.rescaled.get(step.name))
+            self.writer.write(step.name, smooth.to(tensor.dtype))
         elif step.kind == "linear":
             facts = self._linear(step, findings)
         elif step.kind == "experts":
@@ -81,6 +87,7 @@ class Exporter:
 
     def _linear(self, step: Step, findings: LayerFindings) -> dict[str, Any]:
         weight = self.source_weight(step.name)
+        weight = _rescale(weight, findings.rescaled.get(f"{step.name}.weight"))
         if self.base is not None:
             q, scale = (self.base.read(spec.name).to(self.device) for spec in step.specs[:2])
         else:
@@ -118,6 +125,13 @@ class Exporter:
         module = step.name.removesuffix(".kv")
         for spec, scale in zip(step.specs, _found(findings.kv_scales, module, "k_scale")):
             self.writer.write(spec.name, scale)
+
+
+def _rescale(tensor: torch.Tensor, factors: Sequence[torch.Tensor] | None) -> torch.Tensor:
+    """``tensor`` in float32 times the factors, or as it is without any."""
+    for factor in factors or ():
+        tensor = tensor.float() * factor.to(tensor.device)
+    return tensor
 
 
 def _weight_facts(weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:

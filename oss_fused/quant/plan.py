@@ -53,6 +53,7 @@ class Plan:
         compressed_tensors: the output is in that format.
         clip_target: share of values that static scales may clip, None for none.
         group_candidates: sizes of groups whose error is told.
+        smoothing: alpha, None for no smoothing.
     """
 
     steps: tuple[Step, ...]
@@ -65,6 +66,7 @@ class Plan:
     unquantised_modules: tuple[str, ...] = field(default=())
     clip_target: float | None = None
     group_candidates: tuple[int, ...] = ()
+    smoothing: float | None = None
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -136,6 +138,7 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
         unquantised_modules=(*skeleton.expert_modules(), *routers) if skeleton.experts else (),
         clip_target=recipe.clip_target,
         group_candidates=recipe.group_candidates,
+        smoothing=recipe.smoothing,
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
-_YOUNGER = ("clip_target", "group_candidates")
+_YOUNGER = ("clip_target", "group_candidates", "smoothing")
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -50,6 +50,7 @@ class Recipe(BaseModel):
     ``clip_target`` is the share of values that may saturate: static scales (of inputs, keys and
     values) have the least squared error within it, instead of clipping nothing. Of
     ``group_candidates``, sizes of groups of a weight's inputs, calibration.json tells the best.
+    ``smoothing`` is the alpha of ``quant.smoothing``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +68,7 @@ class Recipe(BaseModel):
     accuracy_target: float | None = Field(default=None, gt=1)
     clip_target: float | None = Field(default=None, ge=0, lt=1)
     group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    smoothing: float | None = Field(default=None, ge=0, le=1)
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
@@ -88,6 +90,13 @@ class Recipe(BaseModel):
             )
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
+        if self.smoothing is not None and self.dataset is None:
+            raise ValueError(f"smoothing={self.smoothing}: looks at inputs: it needs a dataset")
+        if self.smoothing is not None and self.accuracy_target is not None:
+            raise ValueError(
+                f"smoothing={self.smoothing}: not with accuracy_target, whose mixes put exact "
+                f"weights beside rounded ones; give overrides instead"
+            )
         static = self.kv_cache == "fp8" or any(s and s.needs_data for s in schemes)
         if self.clip_target is not None and not static and not self.group_candidates:
             raise ValueError(

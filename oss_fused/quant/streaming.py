@@ -31,6 +31,7 @@ from oss_fused.quant.plan import Plan
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, RoundedInput, quantise_input
 from oss_fused.quant.scheme import QuantizationScheme, siblings
+from oss_fused.quant.smoothing import Rescaled, smooth_layer
 
 # samples on which a linear's output is compared with the exact one: a second GEMM each
 _ERROR_SAMPLES = 8
@@ -83,8 +84,10 @@ class LayerStream:
         layer = self.runner.load(index)
         prefix = f"model.layers.{index}"
         linears = self.runner.linears(layer, index)
+        rescaled = self._smooth(layer, index)
         cache = CacheObserver(f"{prefix}.self_attn", self.plan.clip_target)
         findings = self._observe(layer, index, linears, cache)
+        findings.rescaled = rescaled
         self.exact = [self.runner.forward(layer, index, hidden).cpu() for hidden in self.exact]
         if self.plan.kv_scales:
             findings.kv_scales[f"{prefix}.self_attn"] = cache.freeze()
@@ -141,6 +144,20 @@ class LayerStream:
         for layer in self._saved_layers():
             if layer != self.next_layer:
                 self._path(layer).unlink()
+
+    def _smooth(self, layer: Any, index: int) -> Rescaled:
+        """Smooth the layer, if asked for, by what its inputs are with exact weights."""
+        if self.plan.smoothing is None:
+            return {}
+
+        def run() -> None:
+            for hidden in self.hidden:
+                self.runner.forward(layer, index, hidden)
+
+        dtype_of = self.skeleton.reader.dtype
+        prefix = f"model.layers.{index}"
+        alpha = self.plan.smoothing
+        return smooth_layer(layer, prefix, self.plan.schemes, alpha, run, dtype_of)
 
     def _observe(
         self, layer: Any, index: int, linears: dict[str, nn.Linear], cache: CacheObserver
