@@ -64,7 +64,8 @@ _LAUNCHES = {
         Launch(2, 128, 4, 4),
         Launch(1, 128, 4, 1),
     ),
-    (True, False): _LARGE_HEADS,
+    # two warps: more programs fit a multiprocessor, 134 us instead of 151 at batch 128 and 1024
+    (True, False): (*_LARGE_HEADS[:3], Launch(1, 64, 2, 1)),
     (True, True): _LARGE_HEADS,
 }
 
