@@ -17,6 +17,7 @@ CONFIGS = [
     ("stream", {"block_m": 16, "block_k": 256, "ctas": 1}),
     ("stream", {"block_m": 64, "block_n": 128, "block_k": 128, "ctas": 2}),
     *(("specialized", {"columns": columns}) for columns in (128, 160, 192, 256)),
+    ("pingpong", {}),
 ]
 
 
@@ -45,7 +46,16 @@ def relative_error(got, want):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name,config", CONFIGS)
 @pytest.mark.parametrize(
-    "m,n,k", [(1, 64, 16), (5, 100, 272), (33, 257, 2880), (130, 321, 144), (700, 6200, 1040)]
+    "m,n,k",
+    [
+        (1, 64, 16),
+        (5, 100, 272),
+        (33, 257, 2880),
+        (130, 321, 144),
+        (700, 6200, 1040),
+        # several tiles a CTA, in a ring that does not divide their K blocks
+        (3000, 2880, 2880),
+    ],
 )
 @pytest.mark.parametrize("rows", [True, False])
 def test_gemm(hopper, name, config, m, n, k, rows):
@@ -62,7 +72,7 @@ def test_gemm(hopper, name, config, m, n, k, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name,config", [CONFIGS[1], CONFIGS[-1]])
+@pytest.mark.parametrize("name,config", [CONFIGS[1], CONFIGS[-2], CONFIGS[-1]])
 def test_nan_stays_in_its_row(hopper, name, config):
     a, b, a_scale, b_scale = operands(40, 128, 256)
     a.view(torch.uint8)[3, 7] = 0x7F
@@ -72,7 +82,7 @@ def test_nan_stays_in_its_row(hopper, name, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 2, 8, 64, 300])
+@pytest.mark.parametrize("m", [1, 2, 8, 64, 300, 1024])
 def test_weights_quantised_just_before(hopper, m):
     """In a graph nothing lies between the quantiser and a product that fetches ahead."""
     w = torch.randn(8192, 4096, device=CUDA, dtype=torch.bfloat16)

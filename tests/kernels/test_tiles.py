@@ -38,19 +38,27 @@ def test_kernels_in_gluon_only_where_they_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256), (2048, 4096, 256)]
+    "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256)]
 )
 def test_columns_fill_the_last_wave(rows, n, columns):
     assert tiles.gemm_rule(rows, n, 4096, True)["columns"] == columns
 
 
+@pytest.mark.parametrize("rows,n,k", [(1024, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)])
+def test_many_tiles_hide_their_stores(rows, n, k):
+    assert tiles.gemm_rule(rows, n, k, True)["kernel"] == "pingpong"
+    assert tiles.gemm_rule(rows, n, k)["kernel"] == "large"
+
+
 def test_h200_table_fits_the_launchers():
     pytest.importorskip("triton.experimental.gluon")
     from oss_fused.kernels.triton.gemm import KERNELS
+    from oss_fused.kernels.triton.gemm_pingpong import gemm_pingpong
     from oss_fused.kernels.triton.gemm_specialized import gemm_specialized
     from oss_fused.kernels.triton.gemm_stream import gemm_stream
 
-    launchers = {**KERNELS, "stream": gemm_stream, "specialized": gemm_specialized}
+    gluon_kernels = (gemm_stream, gemm_specialized, gemm_pingpong)
+    launchers = {**KERNELS, **dict(zip(tiles.GLUON_KERNELS, gluon_kernels, strict=True))}
     table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
     assert table
     rules = {

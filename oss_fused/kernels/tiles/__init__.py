@@ -19,12 +19,16 @@ import torch
 ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 # kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
-GLUON_KERNELS = ("stream", "specialized")
+GLUON_KERNELS = ("stream", "specialized", "pingpong")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
-# time of a tile of 128 rows beside its columns' own, in columns; fitted to an H200's times
-_TILE_OVERHEAD = 32
+# cycles of a tile beside its product, where its result leaves before the next product begins and
+# where it leaves under it; fitted to an H200's times
+_STORE_CYCLES = 5400
+_HIDDEN_STORE_CYCLES = 1500
+# products of 128 rows by one column that a multiprocessor's tensor cores do in a cycle
+_PRODUCTS = 32
 
 
 def row_bucket(rows: int) -> int:
@@ -75,8 +79,8 @@ def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any
         return {"kernel": "tile"}
     if gluon and 2 < bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
-    if gluon and bucket in (1024, 2048):
-        return {"kernel": "specialized", **_specialized_tile(bucket, n)}
+    if gluon and bucket >= 1024:
+        return _pipeline_tile(bucket, n, k)
     if bucket <= 2:
         return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}
     if bucket <= 64:
@@ -95,16 +99,20 @@ def _stream_tile(bucket: int, n: int) -> dict[str, int]:
     return {"block_n": 128 if bucket == 64 else 64, "ctas": 2}
 
 
-def _specialized_tile(bucket: int, n: int) -> dict[str, int]:
-    """Columns of a tile that leave the fewest multiprocessors idle in the last wave."""
+def _pipeline_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
+    """The pipeline and tile that take the fewest cycles, the last wave's idle ones included."""
     rows = -(-bucket // 128)
 
-    def cost(columns: int) -> int:
-        # a tile of few columns loads its rows as often as one of many
-        return -(-rows * -(-n // columns) // _WAVE) * (columns + _TILE_OVERHEAD)
+    def cycles(columns: int, overhead: int) -> int:
+        waves = -(-rows * -(-n // columns) // _WAVE)
+        return waves * (columns * k // _PRODUCTS + overhead)
 
-    group_m = 32 if n >= 16384 else 16 if rows > 32 else 8
-    return {"columns": min((256, 192, 160, 128), key=cost), "group_m": group_m}
+    # of the last tile nothing hides the end
+    best = cycles(128, _HIDDEN_STORE_CYCLES) + _STORE_CYCLES - _HIDDEN_STORE_CYCLES
+    columns = min((256, 192, 160), key=lambda columns: cycles(columns, _STORE_CYCLES))
+    if best <= cycles(columns, _STORE_CYCLES):
+        return {"kernel": "pingpong", "group_m": 8}
+    return {"kernel": "specialized", "columns": columns, "group_m": 8}
 
 
 def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:

@@ -46,10 +46,16 @@ def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
     """The kernels that can run on ``device`` by their names in the tile tables."""
     if not runs_gluon(device):
         return KERNELS
+    from oss_fused.kernels.triton.gemm_pingpong import gemm_pingpong
     from oss_fused.kernels.triton.gemm_specialized import gemm_specialized
     from oss_fused.kernels.triton.gemm_stream import gemm_stream
 
-    return {**KERNELS, "stream": gemm_stream, "specialized": gemm_specialized}
+    return {
+        **KERNELS,
+        "stream": gemm_stream,
+        "specialized": gemm_specialized,
+        "pingpong": gemm_pingpong,
+    }
 
 
 def _tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,22 +24,40 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import wait_for_inputs
 
-# of 227 KB that a CTA can have
-_RING_BYTES = 220 * 1024
-# Triton 3.9 renamed it
+# of 227 KB that a CTA can have; barriers take the rest
+_SHARED_BYTES = 225 * 1024
+# chunks of a result that each consumer may have under way to memory
+CHUNK_BUFFERS = 2
+# Triton 3.9 renamed them
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor of boxes [rows, columns] of ``tensor`` [M, K], a box's row being 128 bytes."""
-    layout = gl.NVMMASharedLayout(128, tensor.element_size() * 8)
+    """Descriptor of boxes [rows, columns] of ``tensor`` [M, K], a row being 64 or 128 bytes."""
+    size = tensor.element_size()
+    layout = gl.NVMMASharedLayout(columns * size, size * 8)
     shape, strides = list(tensor.shape), [tensor.stride(0), 1]
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
 
-def ring_stages(stage_bytes: int) -> int:
-    """Stages of the ring that fit a CTA's shared memory beside barriers and stores in flight."""
-    return min(_RING_BYTES // stage_bytes, 8)
+def chunk_descriptor(out: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """Descriptor of boxes [rows, columns] of a 16-bit result, or None if TMA cannot write it."""
+    if out.element_size() != 2 or out.stride(0) % 8 or out.data_ptr() % 16:
+        return None
+    layout = gl.NVMMASharedLayout(2 * columns, 16)
+    return TensorDescriptor(out, list(out.shape), [out.stride(0), 1], [rows, columns], layout)
+
+
+def ring_stages(stage_bytes: int, other_bytes: int = 5 * 1024, most: int = 8) -> int:
+    """Stages of the ring that fit a CTA's shared memory beside ``other_bytes``."""
+    return min((_SHARED_BYTES - other_bytes) // stage_bytes, most)
+
+
+@gluon.constexpr_function
+def sums_layout(columns, bits):
+    """Layout of a consumer's sums over ``columns`` columns of operands of ``bits`` bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @gluon.jit
@@ -78,6 +97,19 @@ def make_ring(a_desc, b_desc, c_desc, STAGES: gl.constexpr, CONSUMERS: gl.conste
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     return rows, columns, more, full, empty
+
+
+@gluon.jit
+def make_buffers(out_desc, ring, BUFFERS: gl.constexpr):
+    """Shared memory for the chunks of two consumers; without a descriptor something unused."""
+    buffers = ring[0]
+    if out_desc is not None:
+        ROWS: gl.constexpr = out_desc.block_type.shape[0]
+        CHUNK: gl.constexpr = out_desc.block_type.shape[1]
+        buffers = gl.allocate_shared_memory(
+            out_desc.dtype, [2 * BUFFERS, ROWS, CHUNK], out_desc.layout
+        )
+    return buffers
 
 
 @gluon.jit
@@ -161,10 +193,10 @@ def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr
     BLOCK_N: gl.constexpr = columns.type.shape[1]
     BLOCK_C: gl.constexpr = more.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
-    DEPTH: gl.constexpr = 256 // rows.dtype.primitive_bitwidth
+    BITS: gl.constexpr = rows.dtype.primitive_bitwidth
     PENDING: gl.constexpr = 2 if SECOND else 1
-    first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, DEPTH])
-    second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_C, DEPTH])
+    first: gl.constexpr = sums_layout(BLOCK_N, BITS)
+    second: gl.constexpr = sums_layout(BLOCK_C, BITS)
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=first)
     if SECOND:
         other = gl.zeros([ROWS, BLOCK_C], gl.float32, layout=second)
@@ -212,3 +244,25 @@ def store_tile(acc, out, first_m, first_n, m, n):
         result,
         mask=(offs_m < m)[:, None] & (offs_n < n)[None, :],
     )
+
+
+@gluon.jit
+def store_chunks(part, buffers, out_desc, first_m, first_n, PART: gl.constexpr, AT: gl.constexpr):
+    """Write ``part``, a tile's columns AT and on, through this consumer's shared buffers.
+
+    The copies to memory run under the next tile's product; a buffer is waited for when its turn
+    comes again, and ``store_wait(0)`` must follow the last tile.
+    """
+    CHUNK: gl.constexpr = out_desc.block_type.shape[1]
+    BUFFERS: gl.constexpr = buffers.type.shape[0] // 2
+    HALF: gl.constexpr = part.type.shape[1] // 2
+    if HALF < CHUNK:
+        tma.store_wait(BUFFERS - 1)
+        buffer = buffers.index(PART * BUFFERS + AT // CHUNK % BUFFERS)
+        buffer.store(part)
+        fence_async_shared()
+        store_box(out_desc, [first_m, first_n + AT], buffer)
+    else:
+        left, right = part.reshape([part.type.shape[0], 2, HALF]).permute([0, 2, 1]).split()
+        store_chunks(left, buffers, out_desc, first_m, first_n, PART, AT)
+        store_chunks(right, buffers, out_desc, first_m, first_n, PART, AT + HALF)
