@@ -44,6 +44,8 @@ from oss_fused.kernels.triton.warp_pipeline import (
 _TILE = 128
 _BLOCK_K = 128
 _CHUNK = 64
+# blocks before a tile's end at which the other consumer may begin
+_EARLY = 2
 
 
 @gluon.jit
@@ -110,6 +112,7 @@ def _multiply(
     sizes,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
+    EARLY: gl.constexpr,
     GROUP_M: gl.constexpr,
     PART: gl.constexpr,
 ):
@@ -120,6 +123,8 @@ def _multiply(
     BLOCK_N: gl.constexpr = columns.type.shape[1]
     BLOCK_K: gl.constexpr = columns.type.shape[2]
     blocks_k = gl.cdiv(k, BLOCK_K)
+    # the other consumer gets ready under the last blocks; fewer than STAGES, see below
+    hand_over = gl.maximum(blocks_k - 1 - EARLY, 0) * BLOCK_K
     # K blocks before this consumer's next tile: every second tile is the other's
     before = gl.to_tensor(PART) * blocks_k
     turn_phase = gl.to_tensor(1 - PART)
@@ -131,7 +136,7 @@ def _multiply(
         slot = before % STAGES
         phase = before // STAGES & 1
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=sums_layout(BLOCK_N, 8))
-        # without turns this would wait for a slot so far ahead that its phase looks passed
+        # without turns a consumer would wait for a slot whose phase, two laps behind, looks passed
         mbarrier.wait(turn.index(PART), turn_phase)
         for start in range(0, k, BLOCK_K):
             mbarrier.wait(full.index(slot), phase)
@@ -139,9 +144,8 @@ def _multiply(
             acc = warpgroup_mma(rows.index(slot), b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             free_previous(empty, slot, STAGES, start > 0)
+            mbarrier.arrive(turn.index(1 - PART), count=1, pred=start == hand_over)
             slot, phase = next_slot(slot, phase, STAGES)
-        # the last block still runs while the other consumer begins
-        mbarrier.arrive(turn.index(1 - PART), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         free_previous(empty, slot, STAGES, True)
         first_m, first_n = block_m * ROWS, block_n * BLOCK_N
@@ -166,6 +170,7 @@ def _gemm_pingpong_kernel(
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
@@ -179,8 +184,8 @@ def _gemm_pingpong_kernel(
     target = (a_scale, b_scale, bias, out, out_desc, make_buffers(out_desc, ring, 1))
     gl.warp_specialize(
         [
-            (_multiply, (ring, target, sizes, A_ROWS, B_ROWS, GROUP_M, 0)),
-            (_multiply, (ring, target, sizes, A_ROWS, B_ROWS, GROUP_M, 1)),
+            (_multiply, (ring, target, sizes, A_ROWS, B_ROWS, EARLY, GROUP_M, 0)),
+            (_multiply, (ring, target, sizes, A_ROWS, B_ROWS, EARLY, GROUP_M, 1)),
             (_load, (a_desc, b_desc, ring, sizes, GROUP_M)),
         ],
         [4, 1],
@@ -215,6 +220,7 @@ def gemm_pingpong(
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         STAGES=ring_stages(2 * _TILE * _BLOCK_K, 2 * _TILE * _CHUNK * 2),
+        EARLY=_EARLY,
         GROUP_M=group_m,
         num_warps=4,
         **pdl_options(a.device),
