@@ -130,7 +130,7 @@ def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, A
         raise ValueError("--sizes: tiles expects MxNxK")
     device = torch.device(args.device)
     path = args.table or tiles.table_path(torch.cuda.get_device_name(device))
-    tuner = tile_table.gpu_tuner(device, cache, force=args.force, exhaustive=args.exhaustive)
+    tuner = tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
     entries = tile_table.tune_table(
         tuner,
         args.sizes,

@@ -108,6 +108,7 @@ class TableTuner:
     description: DeviceDescription | None = None
     force: bool = False
     exhaustive: bool = False
+    compile_workers: int = 8
 
     def entry(self, bucket: int, n: int, k: int, launch: Launch) -> Entry | None:
         """The best kernel and tile of a shape, or None where the rule's is as good.
@@ -144,6 +145,7 @@ class TableTuner:
             cache=self.cache,
             description=self.description,
             exhaustive=self.exhaustive,
+            compile_workers=self.compile_workers,
             timer=self.timer,
         )
         codes = torch.empty(0, dtype=torch.float8_e4m3fn, device=self.device)
@@ -176,7 +178,11 @@ def _tile_arguments(entry: Entry) -> Config:
 
 
 def gpu_tuner(
-    device: torch.device, cache: TuningCache, force: bool = False, exhaustive: bool = False
+    device: torch.device,
+    cache: TuningCache,
+    force: bool = False,
+    exhaustive: bool = False,
+    compile_workers: int = 8,
 ) -> TableTuner:
     """A tuner that measures on ``device``: replays over as many calls as weights take turns."""
     from oss_fused.kernels.triton.gemm import kernels
@@ -186,7 +192,7 @@ def gpu_tuner(
         return time_replays([call] * 8, repeats, where)
 
     names = frozenset(kernels(device))
-    return TableTuner(device, names, cache, timer, None, force, exhaustive)
+    return TableTuner(device, names, cache, timer, None, force, exhaustive, compile_workers)
 
 
 def gpu_launch(bucket: int, n: int, k: int, device: torch.device) -> Launch:
