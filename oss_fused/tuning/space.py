@@ -97,7 +97,7 @@ _BLOCKS = (16, 32, 64, 128)
 # BLOCK_SIZE rows for each program, which keeps num_stages of them in flight
 RMSNORM_ROPE_CONFIGS = ConfigSpace(
     {
-        "BLOCK_SIZE": (4, 8, *_BLOCKS),
+        "BLOCK_SIZE": (1, 2, 4, 8, *_BLOCKS),
         "num_warps": (2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4),
     }

@@ -108,17 +108,10 @@ def _tuned_fp8_gemm(
 def _tuned_rmsnorm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **config: int
 ) -> torch.Tensor:
-    from oss_fused.kernels.triton.launch import multiprocessors
     from oss_fused.kernels.triton.rope import rmsnorm_rope
 
-    launch = {}
-    if config:
-        programs = x.shape[0] * x.shape[1] / config["BLOCK_SIZE"]
-        launch = {
-            "ctas": max(1, round(programs / multiprocessors(x.device))),
-            "num_warps": config["num_warps"],
-            "stages": config["num_stages"],
-        }
+    names = {"BLOCK_SIZE": "rows", "num_warps": "num_warps", "num_stages": "stages"}
+    launch = {names[name]: value for name, value in config.items()}
     return rmsnorm_rope(x, weight, cos, sin, _EPS, launch)
 
 

@@ -60,6 +60,19 @@ def test_rmsnorm_rope_edges(backend, device):
         op(x, w, cos[:2], sin[:2], 1e-6)
 
 
+@pytest.mark.parametrize("heads,dim", [(5, 16), (3, 64), (16, 128)])
+def test_rmsnorm_rope_rows_of_a_program(heads, dim, device):
+    """What the tuner varies changes no result, whether or not the rows divide evenly."""
+    op = get_kernel("triton", "rmsnorm_rope")
+    wide = randn(1, 7, heads * dim + 16, device=device)
+    args = (wide[..., : heads * dim], randn(heads * dim, device=device), *tables(7, dim, device))
+    want = get_kernel("torch", "rmsnorm_rope")(*args, 1e-6).double()
+    for config in (None, {"num_warps": 1, "rows": 1, "stages": 1}, {"rows": 2}, {"rows": 16}):
+        launch = config and {"num_warps": 4, "stages": 3, **config}
+        got = op(*args, 1e-6, launch)
+        assert (got.double() - want).norm() / want.norm() < 4e-3
+
+
 def cache_pair(dtype, kv_heads, dim, device, blocks=6, size=16, layout="NHD"):
     """Views [blocks, size, heads, dim] of a fused cache, as vLLM's attention layers hold it."""
     shape = (blocks, kv_heads, size, 2 * dim)

@@ -3,7 +3,8 @@
 
 x [B, S, H], weight [H], cos and sin [S, D]: y = x * rsqrt(mean(x^2) + eps) * weight, and for
 each head of D values out = y * cos + rotate_half(y) * sin. A CTA holds both halves of a
-row's heads in registers; the intermediate never leaves them.
+row's heads in registers; the intermediate never leaves them. CTAs are small and live for one row:
+a multiprocessor runs a dozen side by side, and what one waits for the others hide.
 """
 
 from __future__ import annotations
@@ -12,13 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels import tiles
-from oss_fused.kernels.triton.launch import (
-    multiprocessors,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import check_rmsnorm_rope
 
@@ -41,6 +36,7 @@ def _rmsnorm_rope_kernel(
     eps,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     head = tl.arange(0, HEADS)[:, None]
@@ -56,20 +52,23 @@ def _rmsnorm_rope_kernel(
     start_next()
     # added after the divisions, which cost much more in 64 bits than in 32
     wide = tl.program_id(0).to(tl.int64) * 0
-    # the rows ahead are on their way to shared memory while this one is computed
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        source = x + (row // sequence + wide) * stride_batch
-        source += (row % sequence + wide) * stride_token
-        x_left = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
-        x_right = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
+    for index in tl.range(0, ROWS, num_stages=STAGES):
+        # beyond the end the last row once more
+        row = tl.minimum(tl.program_id(0) * ROWS + index, rows - 1)
         token = row % sequence + wide
+        source = x + (row // sequence + wide) * stride_batch + token * stride_token
+        # x and out pass L2 as a stream: only both hints together are worth anything, a tenth
+        x_left = tl.load(source + left, mask=mask, other=0.0, eviction_policy="evict_first")
+        x_right = tl.load(source + right, mask=mask, other=0.0, eviction_policy="evict_first")
         cos_row = cos + token * stride_cos
         sin_row = sin + token * stride_sin
         cos_left = tl.load(cos_row + lane, mask=in_half, other=0.0).to(tl.float32)
         cos_right = tl.load(cos_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_left = tl.load(sin_row + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
-        total = tl.sum(tl.sum(x_left * x_left + x_right * x_right, 1), 0)
+        x_left = x_left.to(tl.float32)
+        x_right = x_right.to(tl.float32)
+        total = tl.sum(x_left * x_left + x_right * x_right)
         rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
         # rstd goes to the few factors of a row's lanes, not to all of its values
         y_left = x_left * gain_left.to(tl.float32)
@@ -77,16 +76,18 @@ def _rmsnorm_rope_kernel(
         target = out + (row + wide) * (heads * 2 * half)
         out_left = y_left * (cos_left * rstd) - y_right * (sin_left * rstd)
         out_right = y_right * (cos_right * rstd) + y_left * (sin_right * rstd)
-        tl.store(target + left, round_to(out_left, dtype), mask=mask)
-        tl.store(target + right, round_to(out_right, dtype), mask=mask)
+        tl.store(target + left, round_to(out_left, dtype), mask=mask, cache_modifier=".cs")
+        tl.store(target + right, round_to(out_right, dtype), mask=mask, cache_modifier=".cs")
 
 
-def _config(device: torch.device, heads: int, half: int) -> dict[str, int]:
-    """Warps of a CTA, CTAs for each multiprocessor, rows in flight in each CTA."""
-    known = tiles.lookup(device, "rmsnorm_rope", f"{heads}x{half}")
-    if known is not None:
-        return known
-    return {"num_warps": min(max(heads * half // 256, 1), 16), "ctas": 4, "stages": 3}
+def _rule(heads: int, half: int) -> dict[str, int]:
+    """Warps of a CTA, rows that it takes, and how many of them are on their way at once.
+
+    64 values a thread where the heads allow it: cos and sin are half of what a thread loads, and
+    serve all of its heads. Fewer threads than values in half a head would make Triton exchange
+    them through shared memory.
+    """
+    return {"num_warps": min(max(heads * half // 1024, half // 16, 1), 16), "rows": 1, "stages": 1}
 
 
 def rmsnorm_rope(
@@ -99,7 +100,7 @@ def rmsnorm_rope(
 ) -> torch.Tensor:
     """``y * cos + rotate_half(y) * sin`` of ``y = rms_norm(x)``; see ops/rope.py.
 
-    ``config`` is the tuner's: what ``_config`` would return.
+    ``config`` is the tuner's: what ``_rule`` would return.
     """
     check_rmsnorm_rope(x, weight, cos, sin)
     batch, sequence, hidden = x.shape
@@ -113,8 +114,8 @@ def rmsnorm_rope(
     heads = hidden // cos.shape[1]
     head_block, half_block = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     rows = batch * sequence
-    config = config or _config(x.device, head_block, half_block)
-    _rmsnorm_rope_kernel[(min(rows, config["ctas"] * multiprocessors(x.device)),)](
+    config = config or _rule(head_block, half_block)
+    _rmsnorm_rope_kernel[(triton.cdiv(rows, config["rows"]),)](
         x,
         weight.contiguous(),
         cos,
@@ -131,6 +132,7 @@ def rmsnorm_rope(
         eps,
         HEADS=head_block,
         HALF=half_block,
+        ROWS=config["rows"],
         STAGES=config["stages"],
         num_warps=config["num_warps"],
         **pdl_options(x.device),
