@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Experts of gpt-oss while a layer runs on calibration data: coverage, rounding, serving."""
+"""Experts while a layer runs on calibration data: coverage, rounding, serving."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
 from oss_fused.quant.experts import PARTS, expert_to_fp8
 from oss_fused.quant.formats import dequantize, fake_quantize
@@ -41,7 +42,7 @@ class ExpertWatch:
         for part, expert in sorted(self._moments or {}):
             assert self._moments is not None
             moments = self._moments.pop((part, expert))
-            weight = getattr(self.experts, part).data[expert].t()
+            weight = _matrix(self.experts, part, expert)
             if moments.count < weight.shape[1]:
                 continue
             name = f"{module}.{expert}.{shorts[part]}"
@@ -57,7 +58,7 @@ class ExpertWatch:
             if self._moments is not None:
                 x = fake_quantize(rows)
                 self._add("gate_up_proj", expert, x)
-                gate_up = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+                gate_up = _linear(experts, "gate_up_proj", expert, x)
                 self._add("down_proj", expert, fake_quantize(experts._apply_gate(gate_up)))
 
     def _add(self, part: str, expert: int, x: torch.Tensor) -> None:
@@ -73,12 +74,31 @@ def serve_in_fp8(
 ) -> None:
     """Make a module of experts compute as FP8 experts are served, with the weights they get."""
     for part, short in PARTS:
-        weight = getattr(experts, part).data
-        for expert in range(weight.shape[0]):
+        for expert in range(experts.num_experts):
+            weight = _matrix(experts, part, expert)
             q, scale = rounded.get(f"{module}.{expert}.{short}") or expert_to_fp8(
-                weight[expert].t().contiguous(), mxfp4
+                weight.contiguous(), mxfp4
             )
-            weight[expert] = dequantize(q, scale).t().to(weight.device)
-    experts.register_forward_pre_hook(lambda _, args: (fake_quantize(args[0]), *args[1:]))
-    exact_gate = experts._apply_gate
-    experts._apply_gate = lambda gate_up: fake_quantize(exact_gate(gate_up))
+            weight.copy_(dequantize(q, scale))
+
+    def forward(hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result, x = torch.zeros_like(hidden), fake_quantize(hidden)
+        for expert in indices.unique().tolist():
+            token, slot = torch.where(indices == expert)
+            gated = experts._apply_gate(_linear(experts, "gate_up_proj", expert, x[token]))
+            output = _linear(experts, "down_proj", expert, fake_quantize(gated))
+            result.index_add_(0, token, output * weights[token, slot].unsqueeze(-1))
+        return result
+
+    experts.forward = forward
+
+
+def _matrix(experts: Any, part: str, expert: int) -> torch.Tensor:
+    """Weight [outputs, inputs] of one expert, a view."""
+    weight = getattr(experts, part).data[expert]
+    return weight.t() if experts.is_transposed else weight
+
+
+def _linear(experts: Any, part: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    bias = getattr(experts, f"{part}_bias")[expert] if experts.has_bias else None
+    return nn.functional.linear(x, _matrix(experts, part, expert), bias)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Experts of gpt-oss between the three ways of storing them: MXFP4, FP8 per expert, bf16.
+"""Experts between the ways of storing them: MXFP4, FP8 per expert, bf16.
 
-All are read as the matrix [outputs, inputs] of one expert; gate and up rows stay interleaved.
+All are read as the matrix [outputs, inputs] of one expert. Gate and up rows stay interleaved, as
+gpt-oss has them; families whose experts are linears of their own (GATED) have gates before ups.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
 
+from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import amax_to_scale, quantize
 from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
@@ -26,8 +29,13 @@ def read_expert(
     part: str,
     expert: int,
     device: torch.device = _CPU,
+    gated: GatedExperts | None = None,
 ) -> torch.Tensor:
     """Weight [outputs, inputs] of one expert; exact in the dtype it comes in (bf16 for MXFP4)."""
+    if gated is not None:
+        names = linears_of(gated, part)
+        linears = [reader.read(f"{module}.{expert}.{name}.weight") for name in names]
+        return torch.cat(linears).to(device)
     prefix = f"{module}.{part}"
     if f"{prefix}_blocks" in reader:
         return unpack_mxfp4(
@@ -35,6 +43,29 @@ def read_expert(
             reader.read(f"{prefix}_scales", expert).to(device),
         )
     return reader.read(prefix, expert).to(device).t().contiguous()
+
+
+def read_fp8_experts(
+    reader: CheckpointReader, module: str, count: int, gated: GatedExperts | None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Codes and scales of a module of FP8 experts as ``convert_experts`` takes them; or nothing."""
+    found = {}
+    for expert, (part, short) in itertools.product(range(count), PARTS):
+        own = f"{module}.{expert}"
+        names = [f"{own}.{short}_weight"]
+        if gated is not None:
+            names = [f"{own}.{name}.weight" for name in linears_of(gated, part)]
+        if f"{names[0]}_scale" in reader:
+            # torch joins no float8: join the bytes
+            codes = torch.cat([reader.read(name).view(torch.uint8) for name in names])
+            scale = torch.cat([reader.read(f"{name}_scale") for name in names])
+            found[f"{own}.{short}"] = (codes.view(torch.float8_e4m3fn), scale)
+    return found
+
+
+def linears_of(gated: GatedExperts, part: str) -> tuple[str, ...]:
+    """The linears of an expert that make up "gate_up_proj" or "down_proj"."""
+    return (gated.gate, gated.up) if part == "gate_up_proj" else (gated.down,)
 
 
 def expert_to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +83,12 @@ def expert_to_fp8(weight: torch.Tensor, from_mxfp4: bool) -> tuple[torch.Tensor,
 
 
 def convert_experts(
-    reader: CheckpointReader, module: str, count: int, target: str, rounded: Rounded = _NONE
+    reader: CheckpointReader,
+    module: str,
+    count: int,
+    target: str,
+    rounded: Rounded = _NONE,
+    gated: GatedExperts | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the output tensors of ``module`` stored as ``target``: "mxfp4", "fp8" or "bf16".
 
@@ -60,6 +96,15 @@ def convert_experts(
     better ones than plain rounding gives.
     """
     for long, short in PARTS:
+        if gated is not None:
+            for expert in range(count):
+                weight = read_expert(reader, module, long, expert, gated=gated)
+                found = rounded.get(f"{module}.{expert}.{short}") or expert_to_fp8(weight, False)
+                names = linears_of(gated, long)
+                for name, q, scale in zip(names, *(part.chunk(len(names)) for part in found)):
+                    yield f"{module}.{expert}.{name}.weight", q
+                    yield f"{module}.{expert}.{name}.weight_scale", scale
+            continue
         prefix = f"{module}.{long}"
         bias = reader.read(f"{prefix}_bias")
         if target == "fp8":

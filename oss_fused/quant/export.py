@@ -110,9 +110,13 @@ class Exporter:
             for spec in step.specs:
                 self.writer.write(spec.name, self.base.read(spec.name))
             return
-        count = self.reader.shape(f"{step.name}.gate_up_proj_bias")[0]
         converted = convert_experts(
-            self.reader, step.name, count, str(self.plan.experts), findings.weights
+            self.reader,
+            step.name,
+            self.plan.expert_count,
+            str(self.plan.experts),
+            findings.weights,
+            self.plan.gated,
         )
         for name, tensor in converted:
             self.writer.write(name, tensor)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from oss_fused.errors import CheckpointError, UnsupportedModelError
-from oss_fused.quant.checkpoint.audit import FAMILIES
+from oss_fused.quant.checkpoint.audit import FAMILIES, GATED
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
 _MXFP4_PARTS = re.compile(r"^(.*\.experts\.(?:gate_up|down)_proj)_(?:blocks|scales)$")
@@ -29,6 +30,7 @@ class ModelSkeleton:
         linears: name -> class of every linear layer, in model order.
         layers: number of decoder layers.
         experts: "mxfp4" or "bf16" as the checkpoint stores them, None without experts.
+        gated: names of experts that the checkpoint stores one by one, None for other families.
         tied: lm_head shares the embedding's weight.
     """
 
@@ -50,7 +52,10 @@ class ModelSkeleton:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear)
         }
-        self.experts: str | None = None
+        self.gated = GATED.get(self.config.model_type)
+        model: Any = self.model
+        self._sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+        self.experts: str | None = None if self.gated is None else "bf16"
         if self.config.model_type == "gpt_oss":
             packed = any(_MXFP4_PARTS.match(name) for name in reader.names())
             self.experts = "mxfp4" if packed else "bf16"
@@ -62,10 +67,27 @@ class ModelSkeleton:
         return self.config.model_type
 
     def expert_modules(self) -> list[str]:
-        """Names of the modules that hold 3-D expert weights."""
-        if self.experts is None:
-            return []
-        return [f"model.layers.{layer}.mlp.experts" for layer in range(self.layers)]
+        """Names of the checkpoint's modules of experts."""
+        modules = (self.experts_of(layer) for layer in range(self.layers))
+        return [module for module in modules if module is not None]
+
+    def experts_of(self, layer: int) -> str | None:
+        """Name of a decoder layer's module of experts, None without."""
+        if not self._sparse[layer]:
+            return None
+        block = "mlp" if self.gated is None else self.gated.block
+        return f"model.layers.{layer}.{block}.experts"
+
+    @property
+    def expert_count(self) -> int:
+        """Experts a layer."""
+        return self.config.num_local_experts
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name of a tensor of the model, experts' weights left out."""
+        if self.gated is not None and name.endswith(".mlp.gate.weight"):
+            return name.replace(".mlp.", f".{self.gated.block}.")
+        return name
 
     def tensor_names(self) -> list[str]:
         """Names of the checkpoint's tensors in the order of the model: embedding, layers, head."""
@@ -77,10 +99,26 @@ class ModelSkeleton:
 
     def _expected(self) -> dict[str, torch.Size]:
         return {
-            name: tensor.shape
+            stored: shape
             for name, tensor in self.model.state_dict().items()
             if not (self.tied and name == "lm_head.weight")
+            for stored, shape in self._stored(name, tensor.shape)
         }
+
+    def _stored(self, name: str, shape: torch.Size) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes under which the checkpoint has a tensor of the model."""
+        module, _, part = name.rpartition(".mlp.experts.")
+        if self.gated is None or not module:
+            yield self.stored_name(name), shape
+            return
+        inner, outer = shape[1] // 2, shape[2]
+        names: tuple[str, ...] = (self.gated.down,)
+        size = shape[1:]
+        if part == "gate_up_proj":
+            names, size = (self.gated.gate, self.gated.up), torch.Size((inner, outer))
+        for expert in range(shape[0]):
+            for leaf in names:
+                yield f"{module}.{self.gated.block}.experts.{expert}.{leaf}.weight", size
 
     def _check_tensors(self) -> None:
         present = {_plain(name) for name in self.reader.names()}

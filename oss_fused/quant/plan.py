@@ -14,7 +14,9 @@ import torch
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant import scheme as schemes
+from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.writer import TensorSpec
+from oss_fused.quant.experts import linears_of
 from oss_fused.quant.models import ModelSkeleton, layer_of
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.scheme import QuantizationScheme
@@ -48,6 +50,8 @@ class Plan:
         schemes: every linear -> its scheme, None for one left as it is.
         experts: how experts are stored: "mxfp4", "fp8", "bf16", or None without experts.
         source_experts: how the source stores them.
+        expert_count: experts a layer, 0 without.
+        gated: names of experts stored one by one, None for other families.
         untie: lm_head gets a tensor of its own although the source ties it to the embedding.
         kv_scales: the output holds k_scale and v_scale.
         compressed_tensors: the output is in that format.
@@ -67,6 +71,8 @@ class Plan:
     clip_target: float | None = None
     group_candidates: tuple[int, ...] = ()
     smoothing: float | None = None
+    expert_count: int = 0
+    gated: GatedExperts | None = None
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -114,6 +120,11 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
     experts = _choose_experts(skeleton, recipe)
     head = chosen.get("lm_head")
     if recipe.format == "compressed-tensors":
+        if skeleton.gated is not None:
+            raise SchemeError(
+                f"format='compressed-tensors': is not written for model_type={skeleton.family!r}; "
+                f"use --format oss-fp8"
+            )
         if experts in ("mxfp4", "fp8"):
             raise SchemeError(
                 f"experts={experts!r}: stock vLLM loads no such experts from compressed-tensors; "
@@ -139,6 +150,8 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
         clip_target=recipe.clip_target,
         group_candidates=recipe.group_candidates,
         smoothing=recipe.smoothing,
+        expert_count=skeleton.expert_count if skeleton.experts else 0,
+        gated=skeleton.gated,
     )
 
 
@@ -169,6 +182,11 @@ def _choose_experts(skeleton: ModelSkeleton, recipe: Recipe) -> str | None:
         return None
     if recipe.experts == "auto":
         return skeleton.experts
+    if recipe.experts == "mxfp4" and skeleton.gated is not None:
+        raise SchemeError(
+            f"experts='mxfp4': is served for gpt-oss only, and model_type={skeleton.family!r}; "
+            f"expected fp8 or bf16"
+        )
     return recipe.experts
 
 
@@ -186,6 +204,8 @@ def _steps(
     names = skeleton.tensor_names() + (["lm_head.weight"] if untie else [])
     for name in names:
         module, _, leaf = name.rpartition(".")
+        if skeleton.gated is not None and ".experts." in module:
+            module = module.partition(".experts.")[0] + ".experts"
         layer = layer_of(name)
         if module in expert_modules:
             if module not in seen:
@@ -197,10 +217,7 @@ def _steps(
             assert scheme is not None
             source = "model.embed_tokens.weight" if module == "lm_head" and untie else name
             shape = reader.shape(source)
-            specs = (
-                TensorSpec(name, FP8, shape),
-                TensorSpec(f"{module}.weight_scale", torch.float32, (shape[0], 1)),
-            )
+            specs = _in_fp8(name, shape)
             if scheme.needs_data:
                 specs += (TensorSpec(f"{module}.input_scale", torch.float32, (1,)),)
             steps.append(Step(module, "linear", specs, layer))
@@ -225,10 +242,25 @@ def _kv_step(layer: int) -> Step:
     return Step(f"{prefix}.kv", "kv", specs, layer)
 
 
+def _in_fp8(name: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    """A weight of that name and its scales."""
+    scale = TensorSpec(f"{name}_scale", torch.float32, (shape[0], 1))
+    return TensorSpec(name, FP8, shape), scale
+
+
 def expert_specs(skeleton: ModelSkeleton, module: str, experts: str) -> tuple[TensorSpec, ...]:
     """Output tensors of a module of experts stored as "mxfp4", "fp8" or "bf16"."""
-    config = skeleton.config
-    count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
+    config, count = skeleton.config, skeleton.expert_count
+    if skeleton.gated is not None:
+        return tuple(
+            spec
+            for part in ("gate_up_proj", "down_proj")
+            for expert in range(count)
+            for name in linears_of(skeleton.gated, part)
+            for full in [f"{module}.{expert}.{name}.weight"]
+            for spec in _in_fp8(full, skeleton.reader.shape(full))
+        )
+    hidden, inner = config.hidden_size, config.intermediate_size
     bias = skeleton.reader.dtype(f"{module}.gate_up_proj_bias")
     parts = (("gate_up_proj", "w13", 2 * inner, hidden), ("down_proj", "w2", hidden, inner))
     specs: list[TensorSpec] = []

@@ -21,7 +21,7 @@ from torch import nn
 from oss_fused.errors import SchemeError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.expert_stream import serve_in_fp8
-from oss_fused.quant.experts import PARTS
+from oss_fused.quant.experts import read_fp8_experts
 from oss_fused.quant.formats import dequantize
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import CacheObserver
@@ -110,7 +110,7 @@ class PolicySearch:
             cache: CacheObserver | None = None
             for mix, hidden in zip([None, *mixes], states):
                 if hidden is states[1]:  # the exact model has passed
-                    cache = self._serve_rest(layer, index)
+                    cache = self._serve_rest(runner.skeleton, layer, index)
                 restore, rounded = [], RoundedInput()
                 for name, module in linears.items():
                     kind = "bf16" if mix is None else mix.get(name, "bf16")
@@ -191,20 +191,14 @@ class PolicySearch:
 
         return undo
 
-    def _serve_rest(self, layer: Any, index: int) -> CacheObserver | None:
+    def _serve_rest(self, skeleton: ModelSkeleton, layer: Any, index: int) -> CacheObserver | None:
         """Make the experts of a layer, and the cache returned, compute as ``stored`` has them."""
         stored, attention = self.stored, f"model.layers.{index}.self_attn"
-        module = f"model.layers.{index}.mlp.experts"
-        if stored is not None and f"{module}.0.w13_weight" in stored:
-            names = [
-                f"{module}.{expert}.{short}"
-                for expert in range(layer.mlp.experts.num_experts)
-                for _, short in PARTS
-            ]
-            weights = {
-                n: (stored.read(f"{n}_weight"), stored.read(f"{n}_weight_scale")) for n in names
-            }
-            serve_in_fp8(layer.mlp.experts, module, weights, mxfp4=False)
+        module = skeleton.experts_of(index)
+        if stored is not None and module is not None:
+            count = skeleton.expert_count
+            if weights := read_fp8_experts(stored, module, count, skeleton.gated):
+                serve_in_fp8(layer.mlp.experts, module, weights, mxfp4=False)
         if stored is None or f"{attention}.k_scale" not in stored:
             return None
         cache = CacheObserver(attention)

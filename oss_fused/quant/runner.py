@@ -40,7 +40,6 @@ class LayerRunner:
         model: Any = skeleton.model
         self.inner = model.model
         self._arguments: dict[int, list[dict[str, Any]]] = {}
-        self._blank = {name: layer for name, layer in enumerate(self.inner.layers)}
 
     def embed(self, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the first layer, each [1, T, H], for token ids [T]."""
@@ -49,18 +48,20 @@ class LayerRunner:
 
     def load(self, index: int) -> Any:
         """Decoder layer ``index`` with its weights."""
-        layer = self._blank[index]
+        layer = self.inner.layers[index]
         prefix = f"model.layers.{index}"
         state: dict[str, torch.Tensor] = {}
         for name in layer.state_dict():
-            full = f"{prefix}.{name}"
+            full = self.skeleton.stored_name(f"{prefix}.{name}")
             if full in self.reader:
                 state[name] = self.reader.read(full).to(self.device).float()
                 continue
-            module, _, part = full.rpartition(".")
-            count = self.config.num_local_experts
+            count, gated = self.skeleton.expert_count, self.skeleton.gated
+            module, part = str(self.skeleton.experts_of(index)), name.rpartition(".")[2]
             for expert in range(count):
-                matrix = read_expert(self.reader, module, part, expert, self.device).t()
+                matrix = read_expert(self.reader, module, part, expert, self.device, gated)
+                if gated is None:
+                    matrix = matrix.t()  # gpt-oss in transformers: inputs first
                 if expert == 0:
                     state[name] = torch.empty(count, *matrix.shape, device=self.device)
                 state[name][expert] = matrix
@@ -68,8 +69,8 @@ class LayerRunner:
         return layer.to(self.device)
 
     def drop(self, index: int) -> None:
-        """Give the layer's memory back: weights, hooks, and what the hooks hold."""
-        self._blank[index] = nn.Identity()
+        """Give the layer's memory back: weights, hooks, and what the hooks hold; for good."""
+        self.inner.layers[index] = nn.Identity()
 
     def linears(self, layer: Any, index: int) -> dict[str, nn.Linear]:
         """Full name -> linear of a loaded layer."""

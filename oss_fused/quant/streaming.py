@@ -94,9 +94,10 @@ class LayerStream:
             for name, scale in zip(("k_scale", "v_scale"), cache.freeze()):
                 findings.layer[name] = float(scale)
         errors = self._quantise(linears, findings)
-        if self.plan.experts == "fp8":
+        experts = self.skeleton.experts_of(index)
+        if self.plan.experts == "fp8" and experts is not None:
             mxfp4 = self.plan.source_experts == "mxfp4"
-            serve_in_fp8(layer.mlp.experts, f"{prefix}.mlp.experts", findings.weights, mxfp4)
+            serve_in_fp8(layer.mlp.experts, experts, findings.weights, mxfp4)
         self._advance(layer, index, cache, errors)
         findings.linears = {name: error.facts() for name, (error, _) in errors.items()}
         findings.layer["cumulative_error"] = drift(self.exact, self.hidden)
@@ -197,11 +198,11 @@ class LayerStream:
         if experts is not None:
             experts.close()
             findings.layer["expert_tokens"] = experts.tokens
-            findings.weights |= experts.rounded(f"model.layers.{index}.mlp.experts")
+            findings.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
         return findings
 
     def _watch_experts(self, layer: Any) -> ExpertWatch | None:
-        if self.plan.experts is None:
+        if not hasattr(layer.mlp, "experts"):
             return None
         # MXFP4 values are exact in FP8: nothing is left to make up for
         rounds = self.plan.experts == "fp8" and self.plan.source_experts == "bf16"

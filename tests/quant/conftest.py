@@ -16,9 +16,11 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from oss_fused.quant.mxfp4 import pack_mxfp4
@@ -48,6 +50,19 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=8, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "mixtral": lambda: MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+    ),
+    # the first layer without experts, as mlp_only_layers says
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
     "gpt-oss": lambda: GptOssConfig(**SIZES, **OSS),
     "gpt-oss-mxfp4": lambda: GptOssConfig(**SIZES, **OSS),
 }

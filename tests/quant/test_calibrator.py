@@ -24,7 +24,11 @@ from tests.quant.runs import (
     whole_model,
 )
 
-KINDS = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "gpt-oss", "gpt-oss-mxfp4"]
+KINDS = [
+    "llama", "llama-tied", "mistral", "qwen2", "qwen3", "gpt-oss", "gpt-oss-mxfp4", "mixtral",
+    "qwen3-moe",
+]  # fmt: skip
+STORED = {"gpt-oss": "bf16", "gpt-oss-mxfp4": "mxfp4", "mixtral": "bf16", "qwen3-moe": "bf16"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +49,7 @@ def test_weights_only(models: Models, tmp_path: Path, kind: str) -> None:
     assert set(before) == kept | set(quantised)
     dense = "gpt-oss" not in kind
     assert ("lm_head" in config["ignore"]) is dense
-    assert config["experts"] == {"gpt-oss": "bf16", "gpt-oss-mxfp4": "mxfp4"}.get(kind)
+    assert config["experts"] == STORED.get(kind)
     files = {path.name for path in output.iterdir()}
     assert {"README.md", "recipe.yaml", "tokenizer.json", "generation_config.json"} <= files
     same = {**config_of(source), "quantization_config": config}

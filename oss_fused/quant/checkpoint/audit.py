@@ -9,6 +9,7 @@ the headers, and every scale is checked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,22 @@ import torch
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
-FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class GatedExperts:
+    """Where a family's checkpoints keep experts gated by SiLU: each with three linears."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+GATED = {
+    "mixtral": GatedExperts("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": GatedExperts("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+FAMILIES = ("gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # beyond any published model; vLLM allocates by these numbers before it reads a tensor
 _LIMITS = {
     "hidden_size": 1 << 17,
@@ -29,9 +45,18 @@ _LIMITS = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 25,
     "num_local_experts": 4096,
+    "num_experts": 4096,
+    "moe_intermediate_size": 1 << 20,
     "num_experts_per_tok": 4096,
 }
-_OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+_OPTIONAL_SIZES = (
+    "head_dim",
+    "num_key_value_heads",
+    "num_local_experts",
+    "num_experts",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
 _KNOWN_METHODS = (None, "oss_fp8", "mxfp4", "gpt_oss_mxfp4")
 _MXFP4_BLOCK = 32
 _E8M0_NAN = 255
@@ -140,7 +165,7 @@ def check_scale_values(reader: CheckpointReader, name: str) -> None:
 def expected_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
     """Names and shapes of the bf16 checkpoint that ``config`` describes; FAMILIES only.
 
-    Experts appear as transformers keeps them (3-D, input dimension first).
+    Experts of gpt-oss appear as transformers keeps them (3-D, input dimension first).
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -154,6 +179,7 @@ def expected_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
     }
+    sparse: dict[str, Shape] = {}
     if config["model_type"] == "gpt_oss":
         experts = config.get("num_local_experts") or 0
         layer |= {
@@ -166,6 +192,7 @@ def expected_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
             "mlp.experts.down_proj_bias": (experts, hidden),
         }
     else:
+        sparse = _gated_experts(config)
         layer |= {
             "mlp.gate_proj.weight": (inner, hidden),
             "mlp.up_proj.weight": (inner, hidden),
@@ -173,11 +200,40 @@ def expected_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
         }
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for index in range(config["num_hidden_layers"]):
-        for leaf, shape in layer.items():
+        leaves = layer
+        if _is_sparse(config, index):
+            leaves = {n: s for n, s in layer.items() if ".mlp." not in f".{n}"} | sparse
+        for leaf, shape in leaves.items():
             yield f"model.layers.{index}.{leaf}", shape
     yield "model.norm.weight", (hidden,)
     if not config.get("tie_word_embeddings"):
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether that layer of a family in GATED has experts."""
+    dense = layer in (config.get("mlp_only_layers") or ())
+    return (
+        config["model_type"] in GATED
+        and not dense
+        and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    )
+
+
+def _gated_experts(config: Mapping[str, Any]) -> dict[str, Shape]:
+    names = GATED.get(config["model_type"])
+    if names is None:
+        return {}
+    hidden = config["hidden_size"]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    count = config.get("num_local_experts") or config.get("num_experts") or 0
+    shapes: dict[str, Shape] = {f"{names.block}.gate.weight": (count, hidden)}
+    for expert in range(count):
+        prefix = f"{names.block}.experts.{expert}"
+        shapes[f"{prefix}.{names.gate}.weight"] = (inner, hidden)
+        shapes[f"{prefix}.{names.up}.weight"] = (inner, hidden)
+        shapes[f"{prefix}.{names.down}.weight"] = (hidden, inner)
+    return shapes
 
 
 def _check_shapes(reader: CheckpointReader) -> None:
@@ -200,7 +256,8 @@ def _stored_as(reader: CheckpointReader, name: str, shape: Shape) -> Iterator[tu
     """The tensors that hold ``name``: itself, MXFP4 blocks and scales, or one FP8 per expert."""
     config = reader.config.get("quantization_config") or {}
     layout = config.get("experts") or ("mxfp4" if "mxfp4" in str(quant_method(reader)) else None)
-    if ".mlp.experts." not in name or layout in (None, "bf16"):
+    one_by_one = reader.config["model_type"] in GATED
+    if ".mlp.experts." not in name or layout in (None, "bf16") or one_by_one:
         yield name, shape
         return
     parent, _, leaf = name.rpartition(".")
