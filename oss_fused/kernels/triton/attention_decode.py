@@ -175,8 +175,8 @@ def _decode_attention_kernel(
     old = (valid & ~newest)[:, None] & in_d[None, :]
     k = _load_tile(key_head, k_offsets, old, DTYPE)
     v = _load_tile(value_head, v_offsets, old, DTYPE)
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     q_offsets = row * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
     q = _load_tile(query, q_offsets, mask_q, DTYPE)
     if end == length:

@@ -5,10 +5,11 @@ A kernel launched with ``launch_pdl=True`` may touch weights at once, since noth
 while a model serves. Everything else, outputs included, comes after ``wait_for_inputs``: the
 allocator may have handed us memory that the kernel before still reads.
 
-``start_next`` follows ``wait_for_inputs``, so that one kernel at most waits beside the one that
-runs. Called first thing, it lets kernels pile up, whose weights then compete with those of the
-kernel that runs: on an H200 a decoder layer of Llama-8B took 78 us so instead of 72 for one token,
-90 instead of 78 for eight.
+A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so that one such
+kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer
+of Llama-8B took 78 us so instead of 72 for one token). The small kernels between two of them
+(norms, attention, routing, quantisation) call it first: the next weights are on their way while
+they run. docs/decode.md has the times.
 """
 
 from __future__ import annotations

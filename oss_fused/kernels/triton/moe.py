@@ -37,8 +37,8 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     acc = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + slot)

@@ -59,18 +59,36 @@ def _add_levels(acc, ROWS: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _add_chunk(
-    acc, x_base, x_mask, weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
-    AT: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
+def _load_step(
+    weight, weight_scale, begin, K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    DEPTH: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Add one chunk, which may be the last; the blocks that its rows lack count as zeros."""
-    WIDTH: tl.constexpr = min(K - AT * 128, 128) // 2
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, 1, WIDTH, WARPGROUPS)
-    w = tl.load(w_ptrs + AT * 4096, mask=(tl.arange(0, 64) < WIDTH)[None, :], other=0)
-    s = tl.load(s_ptrs + AT * 64)
-    x_ptrs = x_base[:, None] + AT * 128 + tl.arange(0, 128)[None, :]
-    tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-    return dot_unpacked(unpack_weights(w, s, GROUPS, 1, WARPGROUPS), tokens.T, acc, PROMOTE)
+    """Weights and scale words of a step that may reach beyond K: what is not there is zero."""
+    CHUNKS: tl.constexpr = (K + 127) // 128
+    LAST: tl.constexpr = (K - (CHUNKS - 1) * 128) // 2
+    q = tl.arange(0, 64 * GROUPS * DEPTH)
+    chunk = begin + q // (32 * WARPGROUPS) % DEPTH
+    width = tl.where(chunk < CHUNKS - 1, 64, tl.where(chunk == CHUNKS - 1, LAST, 0))
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, width, WARPGROUPS)
+    mask = tl.arange(0, 64)[None, :] < width[:, None]
+    # few tokens: no other program reads these weights
+    policy: tl.constexpr = "evict_first" if ROWS <= 32 else ""
+    w = tl.load(w_ptrs + begin * 4096, mask=mask, other=0, eviction_policy=policy)
+    s = tl.load(s_ptrs + begin * 64, mask=chunk < CHUNKS, other=0)
+    return w, s
+
+
+@triton.jit
+def _add_step(
+    acc, w, s, x_base, x_mask, begin, KP: tl.constexpr, GROUPS: tl.constexpr,
+    DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus the product of what _load_step loaded."""
+    k = begin * 128 + tl.arange(0, 128 * DEPTH)
+    tokens = tl.load(
+        x_base[:, None] + k[None, :], mask=x_mask[:, None] & (k < KP)[None, :], other=0.0
+    )
+    return dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
 
 
 @triton.jit
@@ -80,25 +98,13 @@ def _only_step(
     GROUPS: tl.constexpr, DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
     """``_products`` of a share that is one step: its weights are on their way before the wait."""
-    CHUNKS: tl.constexpr = (K + 127) // 128
-    LAST: tl.constexpr = (K - (CHUNKS - 1) * 128) // 2
     begin = share * DEPTH
-    q = tl.arange(0, 64 * GROUPS * DEPTH)
-    chunk = begin + q // (32 * WARPGROUPS) % DEPTH
-    width = tl.where(chunk < CHUNKS - 1, 64, tl.where(chunk == CHUNKS - 1, LAST, 0))
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, width, WARPGROUPS)
-    mask = tl.arange(0, 64)[None, :] < width[:, None]
-    w = tl.load(w_ptrs + begin * 4096, mask=mask, other=0, eviction_policy="evict_first")
-    s = tl.load(s_ptrs + begin * 64, mask=chunk < CHUNKS, other=0)
+    w, s = _load_step(weight, weight_scale, begin, K, ROWS, GROUPS, DEPTH, WARPGROUPS)
     wait_for_inputs()
     start_next()
     x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
-    k = begin * 128 + tl.arange(0, 128 * DEPTH)
-    tokens = tl.load(
-        x_base[:, None] + k[None, :], mask=x_mask[:, None] & (k < KP)[None, :], other=0.0
-    )
     acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
-    acc = dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
+    acc = _add_step(acc, w, s, x_base, x_mask, begin, KP, GROUPS, DEPTH, PROMOTE, WARPGROUPS)
     return _add_levels(acc, ROWS, LEVELS)
 
 
@@ -114,8 +120,13 @@ def _products(
     CHUNKS: tl.constexpr = (K + 127) // 128
     # chunks of a share, a multiple of DEPTH: what does not divide is left to the last share
     STEP: tl.constexpr = (CHUNKS + SHARES * DEPTH - 1) // (SHARES * DEPTH) * DEPTH
+    TAIL: tl.constexpr = WHOLE // DEPTH * DEPTH
     begin = share * STEP
     steps = WHOLE // DEPTH if SHARES == 1 else tl.minimum(STEP, WHOLE - begin) // DEPTH
+    if TAIL < CHUNKS:
+        # on their way while the others are multiplied: loads behind the loop would wait for memory
+        last = tl.where(share == SHARES - 1, TAIL, CHUNKS)
+        tail_w, tail_s = _load_step(weight, weight_scale, last, K, ROWS, GROUPS, DEPTH, WARPGROUPS)
     w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, 64, WARPGROUPS)
     w_ptrs += begin * 4096
     s_ptrs += begin * 64
@@ -123,7 +134,6 @@ def _products(
     x_ptrs = x_base[:, None] + begin * 128 + tl.arange(0, 128 * DEPTH)[None, :]
     acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
     for _ in tl.range(0, steps, num_stages=STAGES):
-        # few tokens: no other program reads these weights
         w = tl.load(w_ptrs, eviction_policy="evict_first" if ROWS <= 32 else "")
         s = tl.load(s_ptrs)
         tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
@@ -131,10 +141,11 @@ def _products(
         w_ptrs += 4096 * DEPTH
         s_ptrs += 64 * DEPTH
         x_ptrs += 128 * DEPTH
-    if share == SHARES - 1:
-        for at in tl.static_range(WHOLE // DEPTH * DEPTH, CHUNKS):
-            acc = _add_chunk(
-                acc, x_base, x_mask, weight, weight_scale, K, GROUPS, at, PROMOTE, WARPGROUPS
+    # the outer branch is decided when the kernel is compiled
+    if TAIL < CHUNKS:  # noqa: SIM102
+        if share == SHARES - 1:
+            acc = _add_step(
+                acc, tail_w, tail_s, x_base, x_mask, TAIL, KP, GROUPS, DEPTH, PROMOTE, WARPGROUPS
             )
     return _add_levels(acc, ROWS, LEVELS)
 
@@ -155,10 +166,10 @@ def _gate_up_kernel(
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
     expert = tl.load(tiles + tile * 3)
-    if expert < 0:
-        return
     begin = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
+    if (expert < 0) | (count <= 0) | (begin < 0):
+        return
     expert = expert.to(tl.int64)
     # the last program of an odd number of groups repeats one: same inputs, same values
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
@@ -231,10 +242,10 @@ def _down_kernel(
     share = 0 if SHARES == 1 else tl.program_id(2)
     # the routing kernels have finished: gate_up waited for them before it let others start
     expert = tl.load(tiles + tile * 3)
-    if expert < 0:
-        return
     begin = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
+    if (expert < 0) | (count <= 0) | (begin < 0):
+        return
     expert = expert.to(tl.int64)
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))

@@ -48,8 +48,8 @@ def _add_rms_norm_quant_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     hidden = tl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)

@@ -45,10 +45,10 @@ _TL_DTYPE = {
 def _quantize_row_kernel(
     x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr, WEIGHT: tl.constexpr
 ):
-    wait_for_inputs()
     # a product fetches its weights before it waits: it must not start while we write them
     if not WEIGHT:
         start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     q += row * n_cols
@@ -90,9 +90,9 @@ def _scale_kernel(amax_bits, scale):
 def _quantize_static_kernel(
     x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
 ):
-    wait_for_inputs()
     if not WEIGHT:
         start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inv = tl.div_rn(1.0, tl.load(scale + row * scale_stride))

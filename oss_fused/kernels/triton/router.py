@@ -191,8 +191,8 @@ def _route_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     blocks = (n_tokens + BT - 1) // BT
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
     if x is not None:
         if pid >= blocks:
@@ -216,8 +216,8 @@ def _place_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     blocks = (n_tokens + BT - 1) // BT
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     expert = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
     before = tl.zeros((EP,), tl.int32)
@@ -247,8 +247,8 @@ def _encode_kernel(
     x, order, codes, scale, n_rows, TOP_K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     BLOCK: tl.constexpr, LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     row = tl.program_id(0)
     source = row
     if order is not None:

@@ -39,8 +39,8 @@ def _add_rms_norm_router_kernel(
         live = expert < EXPERTS
         gate_mask = live[:, None] & mask[None, :]
         rows = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
-    wait_for_inputs()
     start_next()
+    wait_for_inputs()
     hidden = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
