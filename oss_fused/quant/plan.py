@@ -157,6 +157,7 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
 
 def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, QuantizationScheme | None]:
     """Scheme of every linear, None for those left as they are."""
+    _refuse_other_modules(skeleton, recipe)
     picked, _ = schemes.select(recipe.targets, recipe.ignore, skeleton.linears)
     head = recipe.lm_head
     if head == "auto":
@@ -171,6 +172,30 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
     if not any(chosen.values()) and skeleton.experts is None:
         raise SchemeError("targets/ignore: no linear layer is left to quantise")
     return chosen
+
+
+def _refuse_other_modules(skeleton: ModelSkeleton, recipe: Recipe) -> None:
+    """Say what a pattern that means no linear, but experts or a router, should have been."""
+    patterns = [("targets", p) for p in recipe.targets] + [("ignore", p) for p in recipe.ignore]
+    patterns += [("overrides", p) for override in recipe.overrides for p in override.targets]
+    for option, pattern in patterns:
+        if any(schemes.matches(pattern, *linear) for linear in skeleton.linears.items()):
+            continue
+        for name in skeleton.tensor_names():
+            module = name.rpartition(".")[0]
+            parents = (module, module.partition(".experts")[0] + ".experts")
+            if not any(schemes.matches(pattern, part, "") for part in parents):
+                continue
+            if ".experts" in module:
+                raise SchemeError(
+                    f"{option}={pattern!r}: means experts, which are stored one way in the whole "
+                    f"model; use --experts"
+                )
+            if module.endswith((".router", ".gate")):
+                raise SchemeError(
+                    f"{option}={pattern!r}: means a router, which stays as it is: its rounding "
+                    f"could change which experts are chosen"
+                )
 
 
 def _choose_experts(skeleton: ModelSkeleton, recipe: Recipe) -> str | None:

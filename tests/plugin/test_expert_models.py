@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from oss_fused.errors import CheckpointError
+from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.recipe import make_recipe
 from tests.plugin.conftest import (
     FP8,
     assert_agrees,
@@ -88,11 +88,12 @@ def test_online_and_reload(family, tmp_path, engine):
     assert_agrees(result, with_rounded_experts(folder), tolerance=0.3)
 
 
-def test_calibrated(tmp_path, engine):
+@pytest.mark.parametrize("family", list(CHANGES))
+def test_calibrated(family, tmp_path, engine):
     torch.manual_seed(3)
-    folder = build_sharp(tmp_path / "bf16", "qwen3_moe")
-    shutil.copytree(folder, tmp_path / "fp8")
-    served = engine(in_fp8(tmp_path / "fp8"))
+    folder = build_sharp(tmp_path / "bf16", family)
+    Run(make_recipe({"experts": "fp8"}), RunOptions(folder, tmp_path / "fp8")).execute()
+    served = engine(tmp_path / "fp8")
     assert_agrees(served.generate(), with_rounded_experts(folder), tolerance=0.3)
 
 
