@@ -1,77 +1,110 @@
 # SPDX-License-Identifier: MIT
-"""The answer of a small MXFP4 gpt-oss with oss_fp8 must not depend on the parallelism.
+"""The answer of a model with oss_fp8 must not depend on the parallelism.
 
-`python -m tests.deploy.parallel REPORT.json` runs each layout in a process of its own (about half
-a minute each on two idle cores) and compares every token and its log-probability with transformers'
-model, rounded alike. Where a layout fails, vLLM's own
-bf16 model is run in it too: does it fail as well?
+    python -m tests.deploy.parallel REPORT.json                             # CPU, some minutes
+    python -m tests.deploy.parallel REPORT.json --layouts tp1 tp2 ep2 dp2   # some of the layouts
+    python -m tests.deploy.parallel REPORT.json --model FOLDER --together   # two GPUs
+
+Each layout runs in processes of its own and continues a few prompts greedily. Without --model it
+is a small random MXFP4 gpt-oss, and every token and its log-probability are also compared with
+transformers' model, rounded alike. Where a layout fails on a CPU, vLLM's own bf16 model is run in
+it too: does it fail as well? Exit codes: 0 all agree, 1 otherwise.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from oss_fused.bench.compare import CPU_ENVIRONMENT
-from oss_fused.bench.environment import fingerprint
+from oss_fused.bench.environment import fingerprint, has_gpu
 from oss_fused.bench.folder import write_json
+from oss_fused.bench.server import free_port
+from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS: dict[str, dict[str, object]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "tp2": {"tensor_parallel_size": 2},
     "tp4": {"tensor_parallel_size": 4},
     "pp2": {"pipeline_parallel_size": 2},
     "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    # a process of ours a rank, see `run`; the experts are shared by both, by column and by expert
+    "dp2": {"data_parallel_size": 2},
+    "dp2_ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 PROMPTS = [[3, 17, 42, 99], [5, 77, 23, 54, 61, 8, 30]]
+TEXTS = ["class Reader:\n    def __init__(self", "The river runs past an old mill where"]
 # as in tests/plugin/conftest.py; ranks that share a row quantise their parts of it by scales of
-# their own, which the reference does not
+# their own, which neither the reference nor a single rank does
 TOLERANCE, TOLERANCE_RANKS = 0.15, 0.4
-CHILD = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    options = json.loads(sys.argv[1])
-    llm = LLM(
-        max_model_len=64, max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True, **options
-    )
-    params = SamplingParams(
-        temperature=0, max_tokens=16, ignore_eos=True, logprobs=0, detokenize=False
-    )
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-    for out in llm.generate(prompts, params, use_tqdm=False):
-        first = out.outputs[0]
-        logprobs = [step[t].logprob for step, t in zip(first.logprobs, first.token_ids)]
-        print("RESULT", json.dumps([list(first.token_ids), logprobs]))
-"""
+GPU_OPTIONS = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**29}
 
 
-def run(model: Path, options: dict[str, object]) -> list[tuple[list[int], list[float]]] | str:
-    """Tokens and log-probabilities of two prompts, or the last error."""
-    everything = {"model": str(model), **options}
-    environment = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    script = Path(os.environ.get("TMPDIR", "/tmp")) / f"oss-fused-parallel-{os.getpid()}.py"
-    script.write_text(CHILD)
+def run(
+    model: Path,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    seconds: float = 200,
+) -> list[Answer] | str:
+    """The answers to ``prompts``, or the last error; data-parallel ranks must agree exactly."""
+    options = {"model": str(model), "skip_tokenizer_init": True, **options}
+    ranks = options.pop("data_parallel_size", 1)
+    if has_gpu():
+        options = GPU_OPTIONS | options
+        environment = dict(os.environ)
+    else:
+        environment = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _path()}
+    if ranks > 1:
+        # how vLLM's offline example tells each rank who it is
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        environment |= {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(ranks) as pool:
+        results = [
+            pool.submit(
+                _run_rank, options, prompts, seconds, environment | {"VLLM_DP_RANK": str(rank)}
+            )
+            for rank in range(ranks)
+        ]
+    answers = [result.result() for result in results]
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    if failed:
+        return failed[0]
+    return answers[0] if answers == answers[:1] * ranks else f"{ranks} ranks answer differently"
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+def _run_rank(
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    seconds: float,
+    environment: dict[str, str],
+) -> list[Answer] | str:
+    command = [sys.executable, "-m", "tests.deploy.parallel_child"]
     try:
         done = subprocess.run(
-            [sys.executable, str(script), json.dumps(everything), json.dumps(PROMPTS)],
-            env=environment | os.environ | {"PYTHONPATH": str(ROOT)},
+            [*command, json.dumps(options), json.dumps(prompts)],
+            env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return "no answer after 600 s"
-    finally:
-        script.unlink()
+        return f"no answer after {seconds:.0f} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         errors = [line for line in done.stderr.splitlines() if "Error" in line]
@@ -79,51 +112,122 @@ def run(model: Path, options: dict[str, object]) -> list[tuple[list[int], list[f
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def compare(
-    answers: list[tuple[list[int], list[float]]], plain: Path, bound: float
-) -> dict[str, float | bool]:
+def from_one_rank(answers: list[Answer], single: list[Answer]) -> dict[str, Any]:
+    """Distance from the answers of one rank, up to the first token that differs, and there.
+
+    Returns:
+        "same_text", "same_tokens" (of all), "largest_logprob_difference" (of the same tokens) and
+        "largest_regret": by how much one rank prefers its own token where the texts part.
+    """
+    same, difference, regret = 0, 0.0, 0.0
+    for (tokens, rows), (others, single_rows) in zip(answers, single):
+        for token, row, other, single_row in zip(tokens, rows, others, single_rows):
+            if token != other:
+                # not among the best ones: no better than the last of those
+                floor = min(single_row.values())
+                regret = max(regret, single_row[str(other)] - single_row.get(str(token), floor))
+                break
+            same += 1
+            difference = max(difference, abs(row[str(token)] - single_row[str(token)]))
+    return {
+        "same_text": all(a[0] == b[0] for a, b in zip(answers, single)),
+        "same_tokens": f"{same} of {sum(len(answer[0]) for answer in single)}",
+        "largest_logprob_difference": round(difference, 4),
+        "largest_regret": round(regret, 4),
+        "agrees": max(difference, regret) < TOLERANCE_RANKS,
+    }
+
+
+def from_reference(answers: list[Answer], plain: Path, bound: float) -> dict[str, Any]:
     """Distance from transformers' model with the same roundings, fed with the same tokens."""
     difference = regret = 0.0
-    for prompt, (tokens, logprobs) in zip(PROMPTS, answers):
-        rows = reference_logprobs(plain, prompt + tokens, ignore=(), experts="mxfp4")
-        for step, (token, logprob) in enumerate(zip(tokens, logprobs)):
-            row = rows[len(prompt) - 1 + step]
-            difference = max(difference, abs(row[token].item() - logprob))
-            regret = max(regret, row.max().item() - row[token].item())
+    for prompt, (tokens, rows) in zip(PROMPTS, answers):
+        expected = reference_logprobs(plain, prompt + tokens, ignore=(), experts="mxfp4")
+        for step, (token, row) in enumerate(zip(tokens, rows)):
+            reference = expected[len(prompt) - 1 + step]
+            difference = max(difference, abs(reference[token].item() - row[str(token)]))
+            # how far a chosen token is from the reference's best
+            regret = max(regret, reference.max().item() - reference[token].item())
     return {
         "largest_logprob_difference": round(difference, 4),
-        # how far a chosen token is from the reference's best
         "largest_regret": round(regret, 4),
         "agrees": max(difference, regret) < bound,
     }
 
 
-def main() -> int:
-    """Run all layouts; returns the exit code."""
-    report: dict[str, object] = {"kind": "oss_fused.parallel", "environment": fingerprint()}
-    chosen = sys.argv[2:] or list(LAYOUTS)
-    folder = Path(tempfile.mkdtemp(prefix="oss-fused-parallel-"))
-    # a KV head a rank, which vLLM needs; five MXFP4 blocks, which four ranks cannot share
-    sizes = {"num_key_value_heads": 4, "intermediate_size": 160}
-    plain = build(folder / "bf16", "gpt_oss", **sizes)
-    model = to_mxfp4(build(folder / "mxfp4", "gpt_oss", **sizes))
-    ours = {"quantization": "oss_fp8"}
-    layouts: dict[str, dict] = {}
-    for name in chosen:
-        answers = run(model, ours | LAYOUTS[name])
-        if isinstance(answers, str):
-            stock = run(plain, {"quantization": None, **LAYOUTS[name]})
-            failed = stock if isinstance(stock, str) else "runs"
-            layouts[name] = {"error": answers, "vllm_alone": failed}
-        else:
+def judge(
+    answers: dict[str, list[Answer] | str], plain: Path | None, model: Path
+) -> dict[str, dict[str, Any]]:
+    """What to report of each layout."""
+    report: dict[str, dict[str, Any]] = {}
+    single = answers.get("tp1")
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            report[name] = {"error": answer}
+            if plain and not has_gpu():
+                stock = run(plain, {"quantization": None, **LAYOUTS[name]})
+                report[name]["vllm_alone"] = stock if isinstance(stock, str) else "runs"
+            continue
+        report[name] = {}
+        if plain:
             bound = TOLERANCE_RANKS if LAYOUTS[name] else TOLERANCE
-            layouts[name] = compare(answers, plain, bound)
-        print(name, layouts[name], flush=True)
-    shutil.rmtree(folder)
-    write_json(Path(sys.argv[1]), report | {"layouts": layouts})
+            report[name]["reference"] = from_reference(answer, plain, bound)
+        if name != "tp1" and isinstance(single, list):
+            report[name]["tp1"] = from_one_rank(answer, single)
+    return report
+
+
+def token_ids(model: Path, texts: Sequence[str]) -> list[list[int]]:
+    """``texts`` in the words of the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [list(tokenizer.encode(text)) for text in texts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the layouts; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path)
+    # with data parallelism vLLM's CPU build gathers no tokens (NotImplementedError in all_gatherv)
+    default = [name for name in LAYOUTS if has_gpu() or not name.startswith("dp")]
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=default)
+    parser.add_argument("--model", type=Path, help="checkpoint with a tokenizer")
+    parser.add_argument("--together", action="store_true", help="all layouts at once")
+    parser.add_argument("--seconds", type=float, default=200, help="that a layout has")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="oss-fused-parallel-") as folder:
+        plain, model, prompts = None, args.model, PROMPTS
+        if model is None:
+            # a KV head a rank, which vLLM needs; five MXFP4 blocks, which four ranks cannot share
+            sizes = {"num_key_value_heads": 4, "intermediate_size": 160}
+            plain = build(Path(folder, "bf16"), "gpt_oss", **sizes)
+            model = to_mxfp4(build(Path(folder, "mxfp4"), "gpt_oss", **sizes))
+        else:
+            prompts = token_ids(model, TEXTS)
+
+        def one(name: str) -> list[Answer] | str:
+            answer = run(model, {"quantization": "oss_fp8", **LAYOUTS[name]}, prompts, args.seconds)
+            print(name, answer if isinstance(answer, str) else "answers", flush=True)
+            return answer
+
+        with ThreadPoolExecutor(len(args.layouts) if args.together else 1) as pool:
+            answers = dict(zip(args.layouts, pool.map(one, args.layouts)))
+        layouts = judge(answers, plain, model)
+    for name, entry in layouts.items():
+        print(name, entry, flush=True)
+    head = {"kind": "oss_fused.parallel", "environment": fingerprint(), "model": model.name}
+    write_json(args.report, head | {"layouts": layouts})
+    return 0 if all(map(_good, layouts.values())) else 1
+
+
+def _good(entry: dict[str, Any]) -> bool:
     # what vLLM alone cannot do here is not ours to judge
-    ran = [entry for entry in layouts.values() if entry.get("vllm_alone", "runs") == "runs"]
-    return 0 if all(entry.get("agrees") for entry in ran) else 1
+    if "error" in entry:
+        return entry.get("vllm_alone", "runs") != "runs"
+    return all(part["agrees"] for part in entry.values())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests.deploy.conftest import ROOT
 
 CHART = ROOT / "deploy/kubernetes/oss-fused"
 EXAMPLES = sorted((ROOT / "deploy/kubernetes/examples").glob("*.yaml"))
-# of the Prometheus operator, LeaderWorkerSet and KServe: no schema at hand
+# of the Prometheus operator, LeaderWorkerSet and KServe: no schema on PyPI (docs/deploy.md)
 FOREIGN = ("ServiceMonitor", "LeaderWorkerSet", "InferenceService")
 EVERYTHING = {
     "servingEngineSpec": {"existingApiKeySecret": "key"},
