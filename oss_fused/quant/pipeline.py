@@ -48,6 +48,7 @@ def calibrate(
     options: RunOptions,
     progress: Progress = lambda items, _: items,
     say: Callable[[str], None] = lambda _: None,
+    best_effort: bool = False,
 ) -> Summary:
     """Run a recipe, with the search that ``accuracy_target`` asks for.
 
@@ -56,6 +57,7 @@ def calibrate(
         options: where and how.
         progress: wraps every loop over tensors or layers.
         say: is told what the search found.
+        best_effort: write the best mix where none meets the target, instead of raising.
 
     Raises:
         OssFusedError: bad input, or the target is not met; nothing is left.
@@ -79,7 +81,7 @@ def calibrate(
             run.reader, weights, run.plan.schemes, run.held_out, run.device, progress, reader
         )
         say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
-        outcome = search.search(recipe.accuracy_target)
+        outcome = search.search(recipe.accuracy_target, best_effort)
         say(describe(outcome))
         overrides = (*recipe.overrides, *outcome.overrides)
         found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})

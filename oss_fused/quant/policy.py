@@ -36,8 +36,6 @@ LEVELS = (
     (0.25, 0.05), (0.25, 0.1), (0.25, 0.15),
 )  # fmt: skip
 _HEAD = "lm_head"
-# samples for the ranking, of those held out: their states before every layer are in memory
-_RANKING_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,8 @@ class PolicySearch:
 
     def rank(self) -> list[Harm]:
         """The harm of every group, in model order."""
-        samples = self.samples[:_RANKING_SAMPLES]
         return measure_harms(
-            self.source, self.quantised, self.schemes, samples, self.device, self.track
+            self.source, self.quantised, self.schemes, self.samples, self.device, self.track
         )
 
     @torch.no_grad()
@@ -123,8 +120,8 @@ class PolicySearch:
             runner.drop(index)
         return self._compare(runner, mixes, states)
 
-    def search(self, target: float) -> Outcome:
-        """The cheapest mix with a factor of at most ``target``.
+    def search(self, target: float, best_effort: bool = False) -> Outcome:
+        """The cheapest mix with a factor of at most ``target``; else, if asked, the best.
 
         Raises:
             SchemeError: no mix meets it; says what the best one reaches.
@@ -134,6 +131,8 @@ class PolicySearch:
             if outcome.factor <= target:
                 return outcome
         best = min(self.compared, key=lambda outcome: outcome.factor)
+        if best_effort:
+            return best
         raise SchemeError(
             f"--accuracy-target={target}: not met; the best mix, {best.inputs_share:.0%} of the "
             f"linears with 16-bit inputs and {best.weights_share:.0%} in bf16, measures "

@@ -16,7 +16,10 @@ from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
 from oss_fused.quant.formats import E4M3, FP8Format, amax_to_scale, dequantize, quantize
 
 # share of H's mean diagonal added to it: inputs that calibration did not show still count
-DAMPING = 0.01
+DAMPING = 0.001
+# share taken from what H holds off its diagonal: correlations of the calibration text that other
+# text may not have. In proportion to each input's power, which damping is not.
+SHRINKAGE = 0.2
 _BLOCK = 32
 # scales tried per row, within the binade below amax / max: an 8-bit float has the same relative
 # step everywhere, so only the phase of the grid against the row's values is left to choose
@@ -83,8 +86,8 @@ class InputBasis:
     Attributes:
         moments: [K, K], symmetric, finite: the mean of ``x x^T``.
         order: columns, most active input first.
-        factor: upper Cholesky factor of the damped inverse of the moments in that order; None
-            where no input was ever active.
+        factor: upper Cholesky factor of the inverse of the shrunk and damped moments in that order;
+            None where no input was ever active.
     """
 
     moments: torch.Tensor
@@ -98,8 +101,9 @@ def input_basis(moments: torch.Tensor) -> InputBasis:
     order = diagonal.argsort(descending=True, stable=True)
     if not bool((diagonal > 0).any()):
         return InputBasis(moments, order, None)
-    damped = moments.index_select(0, order).index_select(1, order).double()
-    damped.diagonal().add_(DAMPING * float(diagonal.double().mean()))
+    damped = moments.index_select(0, order).index_select(1, order).double() * (1 - SHRINKAGE)
+    power = diagonal.index_select(0, order).double()
+    damped.diagonal().add_(SHRINKAGE * power + DAMPING * power.mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return InputBasis(moments, order, torch.linalg.cholesky(inverse, upper=True).float())
 

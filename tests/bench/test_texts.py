@@ -22,7 +22,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_work_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
-    plays = {name: f"{name} speaks. " * 4000 for name in (texts._PLAY, *texts._OTHER_PLAYS)}
+    plays = {name: f"{name} speaks. " * 4000 for name in (texts._PLAY, "a.md", "b.md")}
     for name, play in plays.items():
         path = package / "plays" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,5 +37,5 @@ def test_no_work_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(text) > 100_000 for text in judged)
     lines = (tmp_path / "texts" / "calibration.jsonl").read_text().splitlines()
     samples = [json.loads(line)["text"] for line in lines]
-    assert len(samples) == 120 and min(map(len, samples)) == 3000
+    assert len(samples) > 50 and set(map(len, samples)) == {3000}
     assert not any(sample[1000:1300] in text for sample in samples for text in judged)

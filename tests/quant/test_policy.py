@@ -18,6 +18,7 @@ from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.pipeline import StoredWeights, calibrate
 from oss_fused.quant.policy import Harm, PolicySearch
 from oss_fused.quant.recipe import make_recipe
+from oss_fused.quant.record import load_record
 from oss_fused.quant.scheme import FP8_DYNAMIC
 
 Models = Callable[[str], Path]
@@ -179,6 +180,17 @@ def test_a_target_out_of_reach_leaves_nothing_and_says_how_near(
     with pytest.raises(SchemeError, match=r"--accuracy-target=1\.0000001: not met; the best mix"):
         calibrate(make_recipe(settings_of(text_file, 1.0000001)), options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_mix_is_written_where_that_is_asked_for(
+    models: Models, tmp_path: Path, text_file: Path
+) -> None:
+    recipe = make_recipe(settings_of(text_file, 1.0000001))
+    calibrate(recipe, RunOptions(models("llama"), tmp_path / "out"), best_effort=True)
+    mixes = load_record(tmp_path / "out").mixes
+    assert [mix.chosen for mix in mixes] == [
+        mix.factor == min(other.factor for other in mixes) for mix in mixes
+    ]
 
 
 def test_too_small_a_dataset_is_refused(models: Models, tmp_path: Path, text_file: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
+from oss_fused.quant import rounding
 from oss_fused.quant.formats import E4M3, E5M2, dequantize, quantize
 from oss_fused.quant.rounding import (
     InputMoments,
@@ -40,6 +41,21 @@ def test_feedback_more_than_halves_the_output_error(features, fmt) -> None:
     plain = (x @ dequantize(*quantize(weight, "channel", fmt=fmt)).t() - exact).square().mean()
     ours = (x @ dequantize(q, scale).t() - exact).square().mean()
     assert ours < 0.5 * plain
+
+
+def test_shrinkage_helps_on_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    both, weight = torch.randn(64, 64), torch.randn(48, 64)
+    # two texts share half of what correlates their inputs
+    seen, other = (torch.randn(80, 64) @ (both + torch.randn(64, 64)) for _ in range(2))
+
+    def error() -> float:
+        rounded = dequantize(*round_with_feedback(weight, input_basis(moments_of(seen))))
+        return float(output_error(weight, rounded, moments_of(other)).sum())
+
+    ours = error()
+    monkeypatch.setattr(rounding, "SHRINKAGE", 0.0)
+    assert ours < 0.97 * error()
 
 
 def test_no_row_is_worse_than_plain_rounding() -> None:
