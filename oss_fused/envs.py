@@ -47,6 +47,12 @@ VARIABLES: dict[str, Variable] = {
         ("0", "1"),
         "1 lets oss_fp8 models use the fused decoder layers; 0 keeps vLLM's model classes",
     ),
+    "OSS_FUSED_STEP": Variable(
+        "vllm",
+        ("vllm", "short"),
+        "host side of a decode step: vLLM's, or the shorter one of plugin/model_state.py, which "
+        "has not run on a GPU yet",
+    ),
     "OSS_FUSED_MONITOR": Variable(
         "0",
         (),

@@ -29,6 +29,11 @@ def set_observer(observer: Observer | None) -> None:
     _observer = observer
 
 
+def observed() -> bool:
+    """Whether an observer wants to see the operators that run."""
+    return _observer is not None
+
+
 def register_op(schema: str, fake: Callable[..., Any]) -> None:
     """Define ``oss_fused::<schema>``, run by the kernel of that name on the inputs' device.
 

@@ -27,11 +27,13 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from oss_fused import envs
 from oss_fused.errors import CheckpointError
 from oss_fused.plugin import monitor
 from oss_fused.plugin.attention import adopt_attention
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.decoder import fuse_decoder_layers
+from oss_fused.plugin.head_graphs import HeadGraphs
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.rope_attention import fuse_rope
@@ -54,6 +56,7 @@ class _OssModel(nn.Module):
             vllm_config.quant_config.feeds_tied_head = True
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._ours = ours
+        self.head_graphs = HeadGraphs()
         if self._ours:
             self._adopt(vllm_config)
             vllm_config.quant_config.check_ignore()
@@ -62,6 +65,20 @@ class _OssModel(nn.Module):
         fuse_decoder_layers(self.model.layers)
         adopt_attention(self.model, vllm_config)
         fuse_rope(self.model, vllm_config)
+        if envs.get("OSS_FUSED_STEP") == "short" and vllm_config.use_v2_model_runner:
+            # vLLM's other model runner has no such state
+            from oss_fused.plugin.model_state import OssModelState, brings_state
+
+            if brings_state(self.model):
+                self.get_model_state_cls = lambda: OssModelState
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocabulary] of hidden states [T, H]."""
+        return self.head_graphs(self.run_head, hidden_states)
+
+    def run_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The head, operator by operator."""
+        return super().compute_logits(hidden_states)  # type: ignore[misc]
 
     def _feed_tied_head(
         self, weights: Iterable[tuple[str, torch.Tensor]]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""What a decode step need not do on the host.
+
+A step of gpt-oss-20b at batch 1 is 1.3 ms on an H200, less than vLLM takes to prepare the next
+one. vLLM's model runner (V2) lets a model bring a ``ModelState``; ours leaves out work whose result
+nobody reads or is known, and everything else is vLLM's:
+
+- attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
+  lengths and slots, which the runner has written to their buffers before;
+- positions and counts of a batch in which every request takes one token;
+- launching the head operator by operator (head_graphs.py).
+
+OSS_FUSED_STEP=short asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from oss_fused.plugin.attention import OssAttentionImpl
+from oss_fused.plugin.linear import OssFp8LinearMethod
+
+
+class OssModelState(DefaultModelState):
+    """vLLM's state of a decoder, with less to do in a decode step."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
+        """As DefaultModelState."""
+        super().__init__(vllm_config, *args)
+        # a connector or a draft model reads the metadata of every step
+        self.metadata_is_read = (
+            vllm_config.kv_transfer_config is not None or vllm_config.speculative_config is not None
+        )
+
+    def prepare_attn(
+        self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Metadata of each layer; none where a graph of decode steps is replayed."""
+        replayed = cudagraph_mode == CUDAGraphMode.FULL and not kwargs.get("for_capture")
+        # graphs of mixed batches run FlashAttention
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if replayed and not self.metadata_is_read and mode.mixed_mode() != CUDAGraphMode.FULL:
+            return {}
+        return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
+
+    def custom_sampler(self, sampler: Any) -> None:
+        """Shorten vLLM's sampler; one of another class stays as it is."""
+        if type(sampler) is Sampler:
+            sampler.__class__ = OssSampler
+            sampler.one = torch.ones(self.max_num_reqs, dtype=torch.int32, device=self.device)
+            sampler.none = torch.zeros_like(sampler.one)
+
+    def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
+        """Record the head for small batches, where it is ours and on one device."""
+        super().capture_inner_cudagraphs(*args, **kwargs)
+        model = self.model
+        head = getattr(model, "lm_head", None)
+        if (
+            not isinstance(getattr(head, "quant_method", None), OssFp8LinearMethod)
+            or get_tensor_model_parallel_world_size() > 1
+            or self.vllm_config.lora_config is not None
+        ):
+            return
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
+        like = torch.empty(0, self.model_config.get_hidden_size(), dtype=self.dtype)
+        model.head_graphs.capture(model.run_head, sizes, like.to(self.device))
+
+
+class OssSampler(Sampler):
+    """vLLM's sampler, with less around it where each request takes a token and nothing else."""
+
+    one: torch.Tensor
+    none: torch.Tensor
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """The tokens of a batch, from its logits [requests, vocabulary]."""
+        if not self._only_tokens(input_batch):
+            return super().__call__(logits, input_batch)
+        requests = input_batch.num_reqs
+        sampled, _ = self.sample(
+            logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.idx_mapping,
+            input_batch.idx_mapping_np,
+            input_batch.positions[:requests],
+            input_batch.input_ids[:requests],
+            input_batch.expanded_local_pos,
+            input_batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        return SamplerOutput(
+            sampled_token_ids=sampled.view(-1, 1),
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=self.one[:requests],
+            num_rejected=self.none[:requests],
+        )
+
+    def _only_tokens(self, batch: InputBatch) -> bool:
+        return (
+            # a prompt that is not at its end yields no token, and takes more than one
+            not batch.has_prefill
+            and batch.num_tokens == batch.num_reqs
+            and not batch.num_draft_tokens
+            and not self.compute_nans
+            and not self.return_sampling_mask
+            and self.trace_replay_state is None
+            and self.get_logprobs_dims(batch.idx_mapping_np) is None
+        )
+
+
+def brings_state(model: torch.nn.Module) -> bool:
+    """Whether all attention of ``model`` is ours, so that OssModelState fits it."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    return bool(layers) and all(type(layer.impl) is OssAttentionImpl for layer in layers)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""What a decode step leaves out, and when it does not; vLLM's V2 runner itself needs a GPU."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from oss_fused.ops.registration import set_observer
+from oss_fused.plugin.head_graphs import HeadGraphs
+from oss_fused.plugin.model_state import OssModelState, OssSampler
+
+
+@pytest.mark.parametrize(
+    ("mode", "configured", "for_capture", "read", "left_out"),
+    [
+        ("FULL", "FULL_AND_PIECEWISE", False, False, True),
+        ("FULL", "FULL_DECODE_ONLY", False, False, True),
+        # a graph being recorded, graphs that hold prefills too, no graph, a draft model
+        ("FULL", "FULL_DECODE_ONLY", True, False, False),
+        ("FULL", "FULL", False, False, False),
+        ("PIECEWISE", "FULL_AND_PIECEWISE", False, False, False),
+        ("NONE", "FULL_DECODE_ONLY", False, False, False),
+        ("FULL", "FULL_DECODE_ONLY", False, True, False),
+    ],
+)
+def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, left_out, monkeypatch):
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"layer": 1})
+    state = OssModelState.__new__(OssModelState)
+    state.metadata_is_read = read
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[configured])
+    state.vllm_config = SimpleNamespace(compilation_config=compilation)
+    got = state.prepare_attn(None, CUDAGraphMode[mode], (), for_capture=for_capture)
+    assert got == ({} if left_out else {"layer": 1})
+
+
+def _sampler(monkeypatch, logprobs=None):
+    sampler = OssSampler.__new__(OssSampler)
+    sampler.compute_nans = sampler.return_sampling_mask = False
+    sampler.trace_replay_state = None
+    sampler.one = torch.ones(4, dtype=torch.int32)
+    sampler.none = torch.zeros(4, dtype=torch.int32)
+    seen = {}
+
+    def sample(logits, *arguments):
+        seen["positions"], seen["ids"] = arguments[3], arguments[4]
+        return logits.argmax(-1), logits
+
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: "vLLM's")
+    monkeypatch.setattr(sampler, "sample", sample, raising=False)
+    monkeypatch.setattr(sampler, "get_logprobs_dims", lambda _: logprobs, raising=False)
+    return sampler, seen
+
+
+def _batch(**changes):
+    fields = {
+        "num_reqs": 2, "num_tokens": 2, "num_draft_tokens": 0, "has_prefill": False,
+        "positions": torch.tensor([7, 9, 0]), "input_ids": torch.tensor([3, 4, 0]),
+        "idx_mapping": None, "idx_mapping_np": None, "expanded_idx_mapping": None,
+        "expanded_local_pos": None, "seq_lens_cpu_upper_bound": torch.from_numpy(np.ones(2)),
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changes))
+
+
+def test_a_decode_batch_takes_a_token_each(monkeypatch):
+    sampler, seen = _sampler(monkeypatch)
+    output = sampler(torch.tensor([[0.0, 2.0], [3.0, 1.0]]), _batch())
+    assert output.sampled_token_ids.tolist() == [[1], [0]]
+    assert output.num_sampled.tolist() == [1, 1] and output.num_rejected.tolist() == [0, 0]
+    assert seen["positions"].tolist() == [7, 9] and seen["ids"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"has_prefill": True}, {"num_tokens": 5}, {"num_draft_tokens": 1}]
+)
+def test_other_batches_are_vllms(changes, monkeypatch):
+    sampler, _ = _sampler(monkeypatch)
+    assert sampler(torch.zeros(2, 2), _batch(**changes)) == "vLLM's"
+
+
+def test_logprobs_are_vllms(monkeypatch):
+    sampler, _ = _sampler(monkeypatch, logprobs=(1, 0))
+    assert sampler(torch.zeros(2, 2), _batch()) == "vLLM's"
+
+
+def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
+    replayed = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replayed.append(1))
+    )
+    heads = []
+
+    def head(hidden):
+        heads.append(len(hidden))
+        return hidden * 2
+
+    graphs = HeadGraphs()
+    assert graphs(head, torch.ones(3, 4)).shape == (3, 4) and not replayed
+    graphs.capture(head, [8, 2, 64, 4], torch.empty(0, 4))
+    heads.clear()
+    assert graphs(head, torch.ones(3, 4)).shape == (3, 4)
+    assert replayed == [1] and not heads
+    assert graphs._graphs[3] is graphs._graphs[4] and graphs._graphs[2] is graphs._graphs[1]
+    assert graphs._graphs[3][1][:3].eq(1).all()
+    # more rows than any graph, and an observer that wants to see the operators
+    assert graphs(head, torch.ones(9, 4)).shape == (9, 4) and heads == [9]
+    set_observer(lambda *_: None)
+    try:
+        assert graphs(head, torch.ones(1, 4)).eq(2).all() and heads == [9, 1]
+    finally:
+        set_observer(None)
