@@ -82,6 +82,18 @@ def test_gated_mlp_fp8_equals_reference(channels, tokens, hidden, device):
     assert (got.double() - want.double()).norm() / want.double().norm() < 4e-3
 
 
+def test_act_mul_quant_of_few_rows_equals_that_of_many(device):
+    # few rows are cut into parts that share a scale, many are not
+    op = get_kernel("triton", "act_mul_quant")
+    x = rows(33, 2 * 1300, device=device)
+    x[1, 1200] = float("nan")
+    q, scale = op(x, "silu", None)
+    few, few_scale = op(x[:5], "silu", None)
+    assert torch.equal(few.view(torch.uint8), q[:5].view(torch.uint8))
+    torch.testing.assert_close(few_scale, scale[:5], rtol=0, atol=0, equal_nan=True)
+    assert few_scale[1].isnan()
+
+
 def test_gated_mlp_bad_arguments(device):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     with pytest.raises(ShapeMismatchError, match="up_weight.shape"):
