@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         "layers": run.skeleton.layers,
         "source_gib": summary.source_bytes / 2**30,
         "linears_in_fp8": summary.quantised,
-        "seconds": summary.seconds,
+        "seconds": sum(stages.seconds.values()),
         "peak_resident_gib": stages.resident,
         "peak_anonymous_gib": max(stages.anonymous.values()),
         "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
@@ -179,8 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         value = round(stages.resident, 2)
         merge_summary(args.summary, {args.summary_name: {"value": value, "file": where}})
     print(
-        f"{summary.seconds:.1f} s; at its peak {figures['peak_anonymous_gib']:.2f} GiB anonymous, "
-        f"{stages.resident:.2f} GiB resident with the mapped source",
+        f"{figures['seconds']:.1f} s; at its peak {figures['peak_anonymous_gib']:.2f} GiB "
+        f"anonymous, {stages.resident:.2f} GiB resident with the mapped source",
         file=sys.stderr,
     )
     return 0
