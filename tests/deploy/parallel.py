@@ -63,7 +63,9 @@ def run(
         options = GPU_OPTIONS | options
         environment = dict(os.environ)
     else:
-        environment = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ
+        # a thread a rank: ranks that share cores would mostly wait for each other's threads
+        given = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        environment = given | os.environ
     environment |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _path()}
     if ranks > 1:
         # how vLLM's offline example tells each rank who it is

@@ -145,18 +145,6 @@ def run_child(folder: Path, options: dict, **environment: str) -> tuple[list, li
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def test_two_ranks(tmp_path):
-    kind = "mxfp4"
-    reference = build(tmp_path / "bf16", "gpt_oss")
-    folder, options = make(kind, tmp_path / "served")
-    result = run_child(
-        folder,
-        options | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
-    assert_agrees(result, reference, ignore=(), experts=kind)
-
-
 def test_compiled(tmp_path):
     folder, options = make("mxfp4", tmp_path / "served")
     result = run_child(

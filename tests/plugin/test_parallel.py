@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT
+"""Two ranks continue a text as one does: learned gpt-oss with MXFP4 experts, Llama with FP8 scales.
+
+vLLM's CPU build runs neither pipeline parallelism (KeyError in its model runner) nor experts under
+data parallelism (no all_gatherv): docs/scaling.md. tests/deploy/parallel.py runs them on GPUs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.deploy.parallel import LAYOUTS, PROMPTS, ROOT, TEXTS, from_one_rank, run, token_ids
+from tests.deploy.parallel_child import OPTIONS, complete
+from tests.plugin.conftest import build, calibrate, to_mxfp4
+
+pytestmark = pytest.mark.serve
+
+
+def make(family, folder):
+    if family == "gpt_oss":
+        return to_mxfp4(shutil.copytree(ROOT / "tests/data/tiny_gpt_oss", folder))
+    # the static scale of an input is one number, which every rank must get whole
+    return calibrate(build(folder, family), inputs="tensor", input_scale=0.05)
+
+
+@pytest.mark.parametrize("family,layouts", [("gpt_oss", ("tp2", "ep2")), ("llama", ("tp2",))])
+def test_two_ranks_answer_as_one(family, layouts, tmp_path, engine):
+    options = {"quantization": "oss_fp8"}
+    folder = make(family, tmp_path / family)
+    # what the learned model has learned, it is sure of; of anything else it is not
+    prompts = token_ids(folder, TEXTS) if family == "gpt_oss" else PROMPTS
+    with ThreadPoolExecutor(len(layouts)) as pool:
+        results = [
+            pool.submit(run, folder, options | LAYOUTS[layout], prompts, 600) for layout in layouts
+        ]
+        single = complete(engine(folder, **(OPTIONS | options)).llm, prompts)
+    for layout, result in zip(layouts, results):
+        answers = result.result()
+        assert isinstance(answers, list), (layout, answers)
+        distance = from_one_rank(answers, single)
+        assert distance["agrees"], (layout, distance)
+
+
+def test_distance_is_seen():
+    single = [([1, 2, 3], [{"1": -0.1}, {"2": -0.5, "9": -0.75}, {"3": -0.1}])]
+    other = [([1, 9, 4], [{"1": -0.15}, {"9": -0.6, "2": -0.7}, {"4": -0.1}])]
+    distance = from_one_rank(other, single)
+    assert not distance["same_text"] and distance["same_tokens"] == "1 of 3"
+    assert distance["largest_logprob_difference"] == 0.05 and distance["largest_regret"] == 0.25
+    assert distance["agrees"]
+    assert not from_one_rank([([1], [{"1": -1.1}])], single)["agrees"]
