@@ -26,6 +26,14 @@ def test_without_hopper_only_portable_kernels_run():
     assert kernels(torch.device("cpu")) is KERNELS
 
 
+@pytest.mark.parametrize("columns", [128, 256, 512])
+def test_boxes_of_every_width_have_a_layout(columns):
+    """On any machine: descriptors are made on the host, and the kernels' boxes differ in width."""
+    warp_pipeline = pytest.importorskip("oss_fused.kernels.triton.warp_pipeline")
+    codes = torch.zeros(64, 512, dtype=torch.uint8).view(FP8)
+    assert warp_pipeline.descriptor(codes, 64, columns).layout.swizzle_byte_width == 128
+
+
 @pytest.fixture
 def hopper():
     if not runs_gluon(CUDA):
