@@ -73,17 +73,10 @@ def time_in_turn(
     with torch.cuda.device(device):
         # inputs made on the default stream must exist before the capture stream reads them
         torch.cuda.synchronize()
-        kept: list[Any] = []
-        graphs = []
-        for calls in contestants:
-            graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1]):
-                for call in calls:
-                    result = call()
-                    if keep:
-                        kept.append(result)
-            del result
-            graphs[-1].replay()
+        captured = [_capture(calls, keep) for calls in contestants]
+        graphs = [graph for graph, _ in captured]
+        for graph in graphs:
+            graph.replay()
         count = repeats * len(graphs) + 1
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         events[0].record()
@@ -96,6 +89,23 @@ def time_in_turn(
             [time / len(calls) for time in times[place :: len(graphs)]]
             for place, calls in enumerate(contestants)
         ]
+
+
+def _capture(calls: Sequence[Callable[[], Any]], keep: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    kept: list[Any] = []
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                result = call()
+                if keep:
+                    kept.append(result)
+    except Exception:
+        # PyTorch's random generator stays in a capture that failed; one that succeeds takes it out
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+        raise
+    return graph, kept
 
 
 def _clock_one(fn: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ TileLang, where they are installed.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def test_missing_vllm_operations_say_how_to_get_them(monkeypatch):
 
     monkeypatch.setattr(registry, "available_backends", lambda: ["torch", "cuda"])
     monkeypatch.setattr(extension, "library_file", lambda: None)
+    # with a GPU an earlier test has imported it
+    monkeypatch.delitem(sys.modules, "oss_fused.kernels.cuda.rope", raising=False)
     extension.vllm_ops.cache_clear()
     get_kernel.cache_clear()
     with pytest.raises(BackendUnavailableError, match="pip install vllm"):
