@@ -48,10 +48,9 @@ VARIABLES: dict[str, Variable] = {
         "1 lets oss_fp8 models use the fused decoder layers; 0 keeps vLLM's model classes",
     ),
     "OSS_FUSED_STEP": Variable(
-        "vllm",
-        ("vllm", "short"),
-        "host side of a decode step: vLLM's, or the shorter one of plugin/model_state.py, which "
-        "has not run on a GPU yet",
+        "short",
+        ("short", "vllm"),
+        "host side of a decode step: the shorter one of plugin/model_state.py, or vLLM's",
     ),
     "OSS_FUSED_MONITOR": Variable(
         "0",

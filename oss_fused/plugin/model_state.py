@@ -10,7 +10,7 @@ nobody reads or is known, and everything else is vLLM's:
 - positions and counts of a batch in which every request takes one token;
 - launching the head operator by operator (head_graphs.py).
 
-OSS_FUSED_STEP=short asks for it.
+OSS_FUSED_STEP=vllm keeps vLLM's.
 """
 
 from __future__ import annotations
