@@ -13,8 +13,9 @@ import torch
 
 from oss_fused.bench.measure import time_in_turn
 
-# inputs are rotated until together they are several times an H200's L2 (60 MB)
-ROTATED_BYTES = 400e6
+# inputs are rotated until together they are twenty times an H200's L2 (60 MB): what a replay finds
+# there of the one before is then below what separates two runs
+ROTATED_BYTES = 1.2e9
 MAX_COPIES = 24
 REPLAYS = 20
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,9 +59,11 @@ def time_in_turn(
     """Milliseconds of one call of each contestant; their graphs are replayed one after the other.
 
     The way for kernels of a few microseconds, which an event pair of their own would inflate. In
-    turn, because a clock that drifts must hit all alike. A contestant's calls are the same function
-    on inputs that together exceed the L2. Results are dropped, so that later calls write where
-    earlier ones did, as layers of a model do, unless ``keep``.
+    turn, because a clock that drifts must hit all alike. Each turn is two replays of which the
+    second is timed: the first writes back what the contestant before left in the L2, up to 12 us.
+    A contestant's calls are the same function on inputs that together exceed the L2. Results are
+    dropped, so that later calls write where earlier ones did, as layers of a model do, unless
+    ``keep``.
 
     Raises:
         ValueError: ``repeats`` is below 1.
@@ -73,25 +74,32 @@ def time_in_turn(
     with torch.cuda.device(device):
         # inputs made on the default stream must exist before the capture stream reads them
         torch.cuda.synchronize()
-        captured = [_capture(calls, keep) for calls in contestants]
-        graphs = [graph for graph, _ in captured]
-        for graph in graphs:
-            graph.replay()
-        count = repeats * len(graphs) + 1
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
-        events[0].record()
-        for place, event in enumerate(events[1:]):
-            graphs[place % len(graphs)].replay()
-            event.record()
+        captured = [capture(calls, keep) for calls in contestants]
+        events = [
+            [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in captured]
+            for _ in range(repeats)
+        ]
+        for turn in events:
+            for (graph, _), (start, end) in zip(captured, turn, strict=True):
+                graph.replay()
+                start.record()
+                graph.replay()
+                end.record()
         torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
         return [
-            [time / len(calls) for time in times[place :: len(graphs)]]
+            [turn[place][0].elapsed_time(turn[place][1]) / len(calls) for turn in events]
             for place, calls in enumerate(contestants)
         ]
 
 
-def _capture(calls: Sequence[Callable[[], Any]], keep: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(
+    calls: Sequence[Callable[[], Any]], keep: bool = False
+) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """A CUDA graph of ``calls`` in order, and their results if ``keep``.
+
+    Raises:
+        RuntimeError: a call cannot be captured.
+    """
     graph = torch.cuda.CUDAGraph()
     kept: list[Any] = []
     try:

@@ -154,7 +154,8 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     cache_dtype = FP8 if quantised else dtype
     cache = torch.zeros(1, kv_heads, 16, 2 * size, dtype=cache_dtype, device=device)
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
-    one = torch.ones(1, device=device) if quantised else None
+    # named: weights load under the model's default dtype
+    one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
     rows = 1
     # the number of splits falls with the rows, down to one
     while rows <= min(1024, impl.max_rows):

@@ -196,7 +196,8 @@ class RopeAndCache:
         for rows in (1, min(max_rows, FEW_TOKENS)):
             codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
             index = torch.zeros(rows, dtype=torch.int64, device=device)
-            scale = torch.ones(rows, 1, device=device)
+            # named: weights load under the model's default dtype
+            scale = torch.ones(rows, 1, dtype=torch.float32, device=device)
             self(layer, (codes, scale), index, cache, index - 1)
 
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import oss_fused
 from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve]
@@ -78,3 +82,23 @@ def test_attention_kernels_agree(tmp_path, engine, monkeypatch):
     assert ours[0] == theirs[0]
     # one e4m3 code that flips moves a log-probability of this model by about 0.1
     assert ours[1] == pytest.approx(theirs[1], abs=0.15)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_nothing_of_ours_compiles_while_serving(family, tmp_path, engine, monkeypatch):
+    from vllm.utils import jit_monitor
+
+    compiled = []
+    monkeypatch.setattr(jit_monitor, "_log_triton_jit_compile", lambda *args: compiled.append(args))
+    served = engine(build(tmp_path, family, head_dim=64), quantization="oss_fp8", **GRAPHS)
+    monkeypatch.setattr(jit_monitor, "_active", False)
+    jit_monitor.activate()
+    for length in (1, 2, 3, 7, 12, 31, 50, 100):
+        served.generate((PROMPT * 9)[:length])
+    ours = [name for name, _ in compiled if name in kernel_names()]
+    assert not ours
+
+
+def kernel_names():
+    sources = (Path(oss_fused.__file__).parent / "kernels/triton").glob("*.py")
+    return set(re.findall(r"\ndef (\w+)\(", "".join(path.read_text() for path in sources)))

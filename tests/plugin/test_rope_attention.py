@@ -11,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import _encode_layer_name
 
@@ -125,6 +126,28 @@ def test_projection_joins_for_few_tokens(few, context, monkeypatch):
         outputs.append((output, cache.clone()))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][1], outputs[1][1])
+
+
+def test_warm_up_calls_what_serving_calls(context, monkeypatch):
+    """Weights load under the model's dtype: a scale in it would compile a kernel nobody uses."""
+    attention, _, _ = context(fp8=True)
+    linear = SimpleNamespace(weight=torch.zeros(16, 32), _input_quant_key=kFp8DynamicTokenSym)
+    attention.qkv_proj = linear
+    projections = []
+    monkeypatch.setattr(
+        rope_attention.RopeAndCache, "__call__", lambda *args: projections.append(args[2])
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rope = rope_attention.RopeAndCache(attention)
+        rope.joins = True
+        rope.warm_up(torch.bfloat16, 64)
+    finally:
+        torch.set_default_dtype(before)
+    joined = [projected for projected in projections if len(projected) == 2]
+    assert [codes.shape[0] for codes, _ in joined] == [1, rope_attention.FEW_TOKENS]
+    assert {(codes.dtype, scale.dtype) for codes, scale in joined} == {(FP8, torch.float32)}
 
 
 def test_profiling_run_has_no_cache(context):

@@ -10,7 +10,7 @@ from oss_fused.kernels.triton.norm import add_rms_norm_quant
 from oss_fused.kernels.triton.qkv_stream import fusible, launch
 from oss_fused.kernels.triton.rope_kv import rope_kv
 from oss_fused.kernels.triton.stream_parts import aligned
-from oss_fused.kernels.validation import check_norm
+from oss_fused.kernels.validation import check_gemm, check_norm
 
 # every CTA repeats the norm: beyond so many tokens two launches are faster
 FUSED_NORM_ROWS = 4
@@ -38,6 +38,7 @@ def qkv_rope_kv(
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q of the projection of ``x``; see ops/qkv.py for the contract."""
+    check_gemm(x, weight, x_scale, weight_scale, bias)
     tokens, norms, scales = (positions, slot_mapping), (q_norm, k_norm), (k_scale, v_scale)
     options = (key_cache, is_neox, num_heads, tokens, norms, scales)
     if (
