@@ -22,7 +22,7 @@ from typing import Any
 
 from oss_fused.bench import evaluate, report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
-from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.environment import fingerprint, has_gpu, portable
 from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.needle import make_needles
 from oss_fused.bench.processes import Terminated
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         results = evaluate.evaluate(scorer, arms)
         results = {"kind": "oss_fused.evaluate", "environment": environment, **results}
-        write_json(args.output, results)
+        write_json(args.output, portable(results))
         if args.summary:
             factors = zip(*(factors_of(text) for text in results["texts"]))
             where = summary.relative(args.output, args.summary)

@@ -30,7 +30,7 @@ def fingerprint() -> dict[str, Any]:
     """
     return {
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [_portable(word) for word in sys.argv],
+        "command": portable(sys.argv),
         "commit": commit(),
         "gpus": gpus(),
         "cpu": cpu_model(),
@@ -41,14 +41,18 @@ def fingerprint() -> dict[str, Any]:
         "versions": {name: version(name) for name in PACKAGES} | cuda_version(),
         "oss_fused": envs.snapshot(),
         "environment": {
-            k: _portable(v) for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)
+            k: portable(v) for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)
         },
     }
 
 
-def _portable(word: str) -> str:
-    """An absolute path as its last part: a result is read on other machines."""
-    return Path(word).name if word.startswith("/") else word
+def portable(value: Any) -> Any:
+    """``value`` with each absolute path as its last part: a result is read on other machines."""
+    if isinstance(value, dict):
+        return {name: portable(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [portable(part) for part in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def version(package: str) -> str | None:

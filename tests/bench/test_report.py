@@ -129,6 +129,12 @@ def test_folder_is_written_whole_or_not_at_all(
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "out"}
 
 
+def test_paths_of_this_machine_become_names() -> None:
+    value = {"text": "/tmp/a/prose.txt", "models": ["models/x", "/tmp/w8a8", 3], "flags": None}
+    expected = {"text": "prose.txt", "models": ["models/x", "w8a8", 3], "flags": None}
+    assert environment.portable(value) == expected
+
+
 def test_fingerprint_is_json_and_names_versions() -> None:
     found = json.loads(json.dumps(environment.fingerprint()))
     assert found["versions"]["torch"] and found["versions"]["oss-fused"]
