@@ -16,6 +16,7 @@ import errno
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             describe(Run(recipe, options))
             return 0
-        summary = calibrate(recipe, options, show_progress, tell)
+        pages = partial(write_pages, trend=args.trend)
+        summary = calibrate(recipe, options, show_progress, tell, complete=pages)
     except OssFusedError as error:
         print(f"calibrate.py: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -71,7 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         return FAILURE
     report(summary)
-    write_pages(output, args.trend)
     return 0
 
 
@@ -277,19 +278,20 @@ def report(summary: Summary) -> None:
             f"{_some(list(summary.unrouted))}"
         )
     lines.append(f"next: vllm serve {summary.output}")
+    page = summary.output / FOLDER / "report.html"
+    if page.is_file():
+        lines.append(f"report: {page}")
     print("\n".join(lines), file=sys.stderr)
 
 
 def write_pages(output: Path, trend: Path | None) -> None:
-    """Write OUTPUT/report; the checkpoint is whole, and stays so if that fails."""
+    """Write OUTPUT/report; the checkpoint is made even if that fails."""
     try:
         record = load_record(output)
         runs = append_trend(trend, record, figures_of(record)) if trend else []
-        page = write_report(output / FOLDER, record, runs=runs)
-    except (OssFusedError, OSError, ValueError) as error:
+        write_report(output / FOLDER, record, runs=runs)
+    except Exception as error:
         print(f"calibrate.py: warning: no report: {error}", file=sys.stderr)
-        return
-    print(f"report: {page}", file=sys.stderr)
 
 
 def _gb(size: int) -> str:

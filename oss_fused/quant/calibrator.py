@@ -133,8 +133,16 @@ class Run:
             dataset and file_digest(dataset),
         )
 
-    def execute(self, progress: Progress = lambda items, _: items) -> Summary:
+    def execute(
+        self,
+        progress: Progress = lambda items, _: items,
+        complete: Callable[[Path], None] = lambda _: None,
+    ) -> Summary:
         """Write the output.
+
+        Args:
+            progress: wraps the loop over tensors.
+            complete: adds to the working folder, once it holds everything, before it gets its name.
 
         Raises:
             OssFusedError: bad input; names what and where. Nothing is left.
@@ -154,6 +162,7 @@ class Run:
             self._write_tensors(writer, progress)
             summary = self._summarise(writer, time.monotonic() - start)
             self._write_assets(writer, summary)
+            complete(writer.partial)
             writer.finish()
         except OssFusedError:
             # the input is at fault: going on with it could not help
@@ -175,6 +184,7 @@ class Run:
                 self.device,
                 writer.state,
                 self.recipe.feedback,
+                writer.steps,
             )
         findings = LayerFindings()
         entered: int | None = _NOWHERE

@@ -49,6 +49,7 @@ def calibrate(
     progress: Progress = lambda items, _: items,
     say: Callable[[str], None] = lambda _: None,
     best_effort: bool = False,
+    complete: Callable[[Path], None] = lambda _: None,
 ) -> Summary:
     """Run a recipe, with the search that ``accuracy_target`` asks for.
 
@@ -58,6 +59,7 @@ def calibrate(
         progress: wraps every loop over tensors or layers.
         say: is told what the search found.
         best_effort: write the best mix where none meets the target, instead of raising.
+        complete: adds to the output's working folder before it gets its name.
 
     Raises:
         OssFusedError: bad input, or the target is not met; nothing is left.
@@ -65,7 +67,7 @@ def calibrate(
     """
     run = Run(recipe, options)
     if recipe.accuracy_target is None:
-        return run.execute(progress)
+        return run.execute(progress, complete)
     base = options.stage or options.output.with_name(
         f"{options.output.name}.all-fp8-{run.identity()}"
     )
@@ -91,7 +93,7 @@ def calibrate(
             [_mix_record(mix, outcome) for mix in search.compared],
             recipe.accuracy_target,
         )
-        summary = Run(found, options, reader, known).execute(progress)
+        summary = Run(found, options, reader, known).execute(progress, complete)
         return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
     finally:
         # an interruption leaves it for a resume

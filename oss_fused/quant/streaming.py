@@ -7,7 +7,7 @@ observe; then quantised, as it will be served, to make the next layer's inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from oss_fused.quant.observers import (
     watch_inputs,
 )
 from oss_fused.quant.plan import Plan
+from oss_fused.quant.recording import layer_step
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, RoundedInput, quantise_input
 from oss_fused.quant.scheme import QuantizationScheme, siblings
@@ -50,6 +51,7 @@ class LayerStream:
         device: torch.device,
         state: Path,
         feedback: bool,
+        done: Container[str],
     ) -> None:
         """Take up the hidden states saved in ``state``, or embed the samples.
 
@@ -60,11 +62,12 @@ class LayerStream:
             device: of the arithmetic, which is float32.
             state: folder for hidden states between layers.
             feedback: round weights with error feedback instead of to the nearest.
+            done: steps that the journal knows: states after a layer that it does not know are left.
         """
         self.skeleton, self.plan, self.device, self.state = skeleton, plan, device, state
         self.feedback = feedback
         self.runner = LayerRunner(skeleton, device)
-        saved = self._saved_layers()
+        saved = [count for count in self._saved_layers() if layer_step(count - 1) in done]
         self.next_layer = max(saved) if saved else 0
         if saved:
             stored = load_file(self._path(self.next_layer))

@@ -108,6 +108,46 @@ print("killed", killed)
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
 
 
+@pytest.mark.parametrize("lost", ["journal.jsonl", "hidden-00002.safetensors", "lock"])
+def test_a_kill_while_the_working_state_is_removed_changes_nothing(
+    models: Models, tmp_path: Path, text_file: Path, lost: str
+) -> None:
+    source, settings = models("qwen3"), {**SETTINGS, "dataset": str(text_file)}
+    whole, cut = tmp_path / "a" / "out", tmp_path / "b" / "out"
+    calibrate(source, whole, **settings)
+
+    def complete(partial: Path) -> None:
+        (partial / "state" / lost).unlink()
+        raise Stop
+
+    options = RunOptions(source, cut, max_shard_bytes=60_000)
+    with pytest.raises(Stop):
+        Run(make_recipe(settings), options).execute(complete=complete)
+    calibrate(source, cut, resume=True, **settings)
+    assert digests(whole) == digests(cut)
+
+
+def test_starting_over_forgets_the_journal_before_the_shards(
+    models: Models, tmp_path: Path, text_file: Path, monkeypatch
+) -> None:
+    source, settings = models("qwen3"), {**SETTINGS, "dataset": str(text_file)}
+    whole, cut = tmp_path / "a" / "out", tmp_path / "b" / "out"
+    calibrate(source, whole, **settings)
+    with pytest.raises(Stop):
+        calibrate(source, cut, stop_after(14), **settings)
+
+    def killed(folder: Path, *_: object) -> None:
+        for shard in Path(folder).glob("*.safetensors"):
+            shard.unlink()
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr("shutil.rmtree", killed)
+        calibrate(source, cut, **settings)
+    calibrate(source, cut, resume=True, **settings)
+    assert digests(whole) == digests(cut)
+
+
 def test_an_existing_output_is_kept_unless_overwritten(models: Models, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

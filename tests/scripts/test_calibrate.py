@@ -50,6 +50,25 @@ def test_makes_a_checkpoint_and_says_what_next(script, model, tmp_path, capsys) 
     assert card.startswith("---\nbase_model: tiny\n") and "vllm serve out" in card
 
 
+def test_a_kill_while_the_report_is_written_leaves_no_output(
+    script, model, tmp_path, monkeypatch, capsys
+) -> None:
+    output = tmp_path / "out"
+
+    def killed(folder: Path, *_: object, **__: object) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "write_report", killed)
+        assert script.main([str(model), "--output", str(output)]) == 130
+    assert not output.exists()
+    assert script.main([str(model), "--output", str(output), "--resume"]) == 0
+    assert f"report: {output}/report/report.html" in capsys.readouterr().err
+    assert (output / "report" / "report.html").is_file()
+
+
 def test_a_dry_run_writes_nothing(script, model, tmp_path, capsys) -> None:
     output = tmp_path / "out"
     assert script.main([str(model), "--output", str(output), "--dry-run"]) == 0

@@ -84,9 +84,9 @@ class CheckpointWriter:
         self.total_bytes = sum(spec.nbytes for spec in specs)
         self._shards = _split(specs, max_shard_bytes)
         self._places = _place(self._shards)
-        self._lock = self._claim(resume)
         self.state = self.partial / _STATE
         self._journal = self.state / "journal.jsonl"
+        self._lock = self._claim(resume)
         self.steps: dict[str, dict[str, Any]] = self._read_journal()
         self._create_shards()
 
@@ -134,6 +134,7 @@ class CheckpointWriter:
         for path in self.partial.iterdir():
             if path.is_file():
                 _sync(path)
+        self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.state)
         self.close()
         if self.output.exists():
@@ -153,15 +154,15 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Remove the working folder."""
         self.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        self._remove(ignore_errors=True)
 
     def _claim(self, resume: bool) -> IO[str]:
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        lock_path = self.partial / _STATE / "lock"
+        lock_path = self.state / "lock"
         if lock_path.exists():
             _lock_file(lock_path, self.partial).close()
             if not resume:
-                shutil.rmtree(self.partial)
+                self._remove()
         have = sum(p.stat().st_blocks * 512 for p in self.partial.glob("*.safetensors"))
         free = shutil.disk_usage(self.output.parent).free
         if self.total_bytes - have > free:
@@ -172,6 +173,11 @@ class CheckpointWriter:
         lock_path.parent.mkdir(parents=True, exist_ok=True)
         return _lock_file(lock_path, self.partial)
 
+    def _remove(self, ignore_errors: bool = False) -> None:
+        # the journal first: a kill halfway must not leave it speaking of shards that are gone
+        self._journal.unlink(missing_ok=True)
+        shutil.rmtree(self.partial, ignore_errors)
+
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         steps = {}
         if self._journal.exists():
@@ -181,7 +187,9 @@ class CheckpointWriter:
             for line in complete:
                 entry = json.loads(line)
                 steps[entry["step"]] = entry["facts"]
-            self._journal.write_text("".join(f"{line}\n" for line in complete))
+            part = self._journal.with_suffix(".part")
+            part.write_text("".join(f"{line}\n" for line in complete))
+            part.replace(self._journal)
         return steps
 
     def _create_shards(self) -> None:
