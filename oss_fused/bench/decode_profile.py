@@ -21,8 +21,11 @@ GROUPS = ("norms", "projections", "attention", "router", "experts", "mlp", "head
 _NAMES: tuple[tuple[str, str], ...] = (
     ("sampling", r"argmax|gumbel|sampl|top_?p_"),
     ("norms", r"reshape_and_cache"),
-    ("router", r"router|combined_routing|topk|_route|_place_kernel|_encode_kernel|bitmatrix|sort"),
-    ("experts", r"matmul_ogs|_gate_up|_down_kernel|_combine_kernel|moe|marlin|_reduce_grouped"),
+    ("router", r"router|combined_routing|topk|_route|_place_kernel|bitmatrix|sort"),
+    (
+        "experts",
+        r"matmul_ogs|_gate_up|_down_k|^_large_k|_encode_k|_combine_k|moe|marlin|_reduce_grouped",
+    ),
     ("mlp", r"gated_mlp|act_mul|act_and_mul|silu"),
     ("projections", r"qkv|o_proj"),
     ("attention", r"attention|flash|fmha|varlen|fwdcombine|reduce_segments"),
