@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from oss_fused.bench import decode, decode_profile, decode_report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
 from oss_fused.bench.decode_limits import load_config, step_bytes
-from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.environment import fingerprint, has_gpu, portable
 from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.processes import Terminated, signals_as_exceptions
 from oss_fused.errors import OssFusedError
@@ -183,7 +183,7 @@ def write(
         for profile in results["profiles"]:
             profile["limits"] = limits(results, profile)
         write_json(folder / "profiles.json", profiles)
-    write_json(folder / "results.json", results)
+    write_json(folder / "results.json", portable(results))
     (folder / "report.md").write_text(decode_report.markdown(results))
     if any(profile["steps"] for profile in results["profiles"]):
         decode_report.draw_chart(results, folder / "profile.png")

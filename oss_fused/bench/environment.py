@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,10 @@ PACKAGES = ("oss-fused", "vllm", "torch", "triton", "transformers", "safetensors
 _GPU_FIELDS = ("name", "memory.total", "driver_version", "clocks.max.sm", "clocks.max.mem")
 _GPU_STATE = ("clocks.sm", "clocks.mem", "power.limit", "temperature.gpu")
 _ENV_PREFIXES = ("OSS_FUSED_", "VLLM_", "TRITON_", "CUDA_VISIBLE", "OMP_", "NCCL_")
+
+
+# at the start of a word, or behind the = of an option
+_PATH = re.compile(r"(?<![^\s=])/[^\s]+")
 
 
 def fingerprint() -> dict[str, Any]:
@@ -52,7 +57,7 @@ def portable(value: Any) -> Any:
         return {name: portable(part) for name, part in value.items()}
     if isinstance(value, list):
         return [portable(part) for part in value]
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+    return _PATH.sub(lambda found: Path(found[0]).name, value) if isinstance(value, str) else value
 
 
 def version(package: str) -> str | None:

@@ -130,8 +130,8 @@ def test_folder_is_written_whole_or_not_at_all(
 
 
 def test_paths_of_this_machine_become_names() -> None:
-    value = {"text": "/tmp/a/prose.txt", "models": ["models/x", "/tmp/w8a8", 3], "flags": None}
-    expected = {"text": "prose.txt", "models": ["models/x", "w8a8", 3], "flags": None}
+    value = {"text": "/tmp/a/prose.txt", "models": ["a/x", "/tmp/w8", 3], "arm": "A= /t/m --o=/t/n"}
+    expected = {"text": "prose.txt", "models": ["a/x", "w8", 3], "arm": "A= m --o=n"}
     assert environment.portable(value) == expected
 
 
