@@ -50,6 +50,11 @@ def test_many_tiles_hide_their_stores(rows, n, k):
     assert tiles.gemm_rule(rows, n, k)["kernel"] == "large"
 
 
+def test_rows_between_cache_lines_take_the_wide_tile():
+    rule = tiles.gemm_rule(8192, 5120, 2880, True)
+    assert rule["kernel"] == "specialized" and rule["columns"] == 256
+
+
 def test_h200_table_fits_the_launchers():
     pytest.importorskip("triton.experimental.gluon")
     from oss_fused.kernels.triton.gemm import KERNELS
