@@ -5,10 +5,10 @@
   measure_resume.py models/SmolLM2-135M-Instruct --output resume.json -- \\
       --dataset text.jsonl --num-samples 8 --max-seq-length 256
 
-Runs calibrate.py with the flags after "--" once to the end; then --kills times anew, each killed by
-SIGKILL at a random moment (one in each tenth of the run's time) and resumed to the end; then once
-more, killed --kills times in a row before it may end. Every file of every output is compared with
-the first one's.
+Runs calibrate.py with the flags after "--" once to the end; then once more, killed by SIGKILL
+--kills times in a row after random times before it may end; then --apart times anew, each killed
+once at a random moment (one in each equal part of the run's time, in random order) and resumed to
+the end. Every file of every output is compared with the first one's.
 Exit codes: 0 all alike, 1 they differ or a run failed, 2 bad arguments or input.
 """
 
@@ -35,7 +35,7 @@ from oss_fused.quant.models import layer_of
 CALIBRATE = Path(__file__).resolve().with_name("calibrate.py")
 DEFAULTS = ["--dataset", "python", "--num-samples", "8", "--max-seq-length", "256"]
 # lives in a row, in shares of the whole run's time: starting takes a fifth of SmolLM2's
-_LIVES = (0.1, 0.5)
+_LIVES = (0.05, 0.35)
 
 
 class Trials:
@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("model", type=Path, help="folder of the checkpoint")
     add("--output", type=Path, required=True, metavar="JSON", help="file to write")
-    add("--kills", type=int, default=10, help="random moments (default: 10)")
+    add("--kills", type=int, default=10, help="in a row (default: 10)")
+    add("--apart", type=int, default=10, help="runs killed once (default: 10)")
     add("--seed", type=int, default=0, help="of the moments (default: 0)")
     add("--work", type=Path, help="where checkpoints are made (default: the system's temporary)")
     add("flags", nargs="*", help=f"after --: flags of calibrate.py (default: {' '.join(DEFAULTS)})")
@@ -211,10 +212,11 @@ def measure(args: argparse.Namespace, flags: list[str], layer: float, work: Path
         alike = not found["differ"] and not found["left"]
         tell(f"killed after (steps done) {moments}: {'identical' if alike else verdict}")
 
-    for number in range(args.kills):
-        moment = seconds * (number + chosen.random()) / args.kills
-        run(f"cut-{number}", [moment])
     run("row", [seconds * chosen.uniform(*_LIVES) for _ in range(args.kills)])
+    parts = list(range(args.apart))
+    chosen.shuffle(parts)
+    for part in parts:
+        run(f"cut-{part}", [seconds * (part + chosen.random()) / args.apart])
     tell(f"{figures['kills']} kills; all outputs alike: {figures['identical']}")
     return bool(figures["identical"])
 

@@ -70,6 +70,9 @@ class LayerRunner:
 
     def drop(self, index: int) -> None:
         """Give the layer's memory back: weights, hooks, and what the hooks hold; for good."""
+        for module in self.inner.layers[index].modules():
+            # a forward put in its place refers to the module: such rings wait for the collector
+            module.__dict__.pop("forward", None)
         self.inner.layers[index] = nn.Identity()
 
     def linears(self, layer: Any, index: int) -> dict[str, nn.Linear]:

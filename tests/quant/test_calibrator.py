@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.formats import amax_to_scale, dequantize, quantize, relative_error
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 from oss_fused.quant.recipe import make_recipe
+from oss_fused.quant.runner import LayerRunner
 from tests.quant.runs import (
     Models,
     calibrate,
@@ -211,3 +215,25 @@ def test_feedback_lowers_the_output_error(models: Models, tmp_path: Path, text_f
     for name, tensor in tensors(tmp_path / "feedback").items():
         if name.endswith("_scale"):
             assert (tensor > 0).all() and tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss"])
+def test_a_layer_that_is_done_is_freed_at_once(
+    models: Models, tmp_path: Path, text_file: Path, monkeypatch, kind: str
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+    drop = LayerRunner.drop
+
+    def watched(self: LayerRunner, index: int) -> None:
+        seen.extend(weakref.ref(module) for module in self.inner.layers[index].modules())
+        drop(self, index)
+
+    monkeypatch.setattr(LayerRunner, "drop", watched)
+    settings = {"num_samples": 2, "max_seq_length": 16, "dataset": str(text_file)}
+    experts = {"experts": "fp8"} if kind == "gpt-oss" else {}
+    gc.disable()
+    try:
+        calibrate(models(kind), tmp_path / "out", **settings, **experts)
+        assert seen and not [module for module in seen if module() is not None]
+    finally:
+        gc.enable()

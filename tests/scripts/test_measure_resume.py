@@ -55,8 +55,8 @@ def test_outputs_of_killed_runs_are_compared(
     stand_in.write_text(STAND_IN.replace("RESUMED", resumed))
     monkeypatch.setattr(script, "CALIBRATE", stand_in)
     (tmp_path / "work").mkdir()
-    words = ["--output", str(tmp_path / "x.json"), "--work", str(tmp_path / "work"), "--kills", "4"]
-    assert script.main([str(model), *words]) == code
+    words = ["--output", str(tmp_path / "x.json"), "--work", str(tmp_path / "work"), "--kills", "3"]
+    assert script.main([str(model), *words, "--apart", "4"]) == code
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["identical"] is (code == 0) and list(found["files"]) == ["result"]
     assert len(found["trials"]) == 5 and found["kills"] >= 2
