@@ -56,8 +56,9 @@ def test_outputs_of_killed_runs_are_compared(
     monkeypatch.setattr(script, "CALIBRATE", stand_in)
     (tmp_path / "work").mkdir()
     words = ["--output", str(tmp_path / "x.json"), "--work", str(tmp_path / "work"), "--kills", "3"]
-    assert script.main([str(model), *words, "--apart", "4"]) == code
+    assert script.main([str(model), *words, "--apart", "4", "--", "--seed", "3"]) == code
     found = json.loads((tmp_path / "x.json").read_text())
+    assert found["flags"] == ["--seed", "3"]
     assert found["identical"] is (code == 0) and list(found["files"]) == ["result"]
     assert len(found["trials"]) == 5 and found["kills"] >= 2
     steps = [kill["steps_done"] for trial in found["trials"] for kill in trial["kills"]]
