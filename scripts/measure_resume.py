@@ -36,7 +36,7 @@ from oss_fused.quant.models import layer_of
 CALIBRATE = Path(__file__).resolve().with_name("calibrate.py")
 DEFAULTS = ["--dataset", "python", "--num-samples", "8", "--max-seq-length", "256"]
 # lives in a row, in shares of the whole run's time: starting takes a fifth of SmolLM2's
-_LIVES = (0.05, 0.35)
+_LIVES = (0.05, 0.3)
 
 
 class Trials:
@@ -48,6 +48,10 @@ class Trials:
         self.work = work
         self.log = work / "log"
         self.peaks = {"VmHWM": 0.0, "RssAnon": 0.0}
+
+    def place(self, name: str) -> Path:
+        """Output of a trial; all have one name, because the model card tells it."""
+        return self.work / name / "out"
 
     def start(self, output: Path) -> subprocess.Popen[bytes]:
         """A process that makes ``output`` or goes on with it."""
@@ -93,7 +97,7 @@ class Trials:
 
     def trial(self, name: str, lives: list[float], whole: dict[str, str]) -> dict[str, Any]:
         """Kill at the end of each life, resume, compare with ``whole``, remove the output."""
-        output = self.work / name
+        output = self.place(name)
         kills = []
         for seconds in lives:
             place = self.kill_after(output, seconds)
@@ -106,8 +110,8 @@ class Trials:
         resumed = None if output.exists() else self.finish(output)
         found = digests(output)
         differ = sorted(n for n in whole.keys() | found.keys() if whole.get(n) != found.get(n))
-        left = [path.name for path in self.work.iterdir() if path.name.startswith(f"{name}.")]
-        shutil.rmtree(output)
+        left = [path.name for path in output.parent.iterdir() if path != output]
+        shutil.rmtree(output.parent)
         return {"kills": kills, "resumed_s": resumed, "differ": differ, "left": left}
 
     def _look(self, pid: int) -> None:
@@ -122,7 +126,7 @@ class Trials:
 
     def _place(self, output: Path) -> dict[str, Any]:
         """What a killed run has done."""
-        journals = self.work.glob(f"{output.name}.partial-*/state/journal.jsonl")
+        journals = output.parent.glob("*/state/journal.jsonl")
         steps = sum(journal.read_text().count("\n") for journal in journals)
         return {"output_exists": output.exists(), "steps_done": steps}
 
@@ -184,8 +188,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace, flags: list[str], layer: float, work: Path) -> bool:
     """All trials; returns whether all outputs are alike."""
     trials, chosen = Trials(args.model, flags, work), random.Random(args.seed)
-    seconds = trials.finish(work / "whole")
-    whole = digests(work / "whole")
+    seconds = trials.finish(trials.place("whole"))
+    whole = digests(trials.place("whole"))
     peaks = dict(trials.peaks)
     figures: dict[str, Any] = {
         "kind": "oss_fused.measure_resume",
