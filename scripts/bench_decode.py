@@ -172,7 +172,7 @@ def write(
     profiles: list[dict[str, Any]] | None,
     folder: Path,
 ) -> None:
-    """Condense ``results`` in place and write everything that follows from them."""
+    """Condense ``results`` and write everything that follows from them."""
     settings = results["settings"]
     baselines = [name for name in settings["baselines"] if name in results["arms"]]
     if not baselines:
@@ -183,7 +183,8 @@ def write(
         for profile in results["profiles"]:
             profile["limits"] = limits(results, profile)
         write_json(folder / "profiles.json", profiles)
-    write_json(folder / "results.json", portable(results))
+    results = portable(results)
+    write_json(folder / "results.json", results)
     (folder / "report.md").write_text(decode_report.markdown(results))
     if any(profile["steps"] for profile in results["profiles"]):
         decode_report.draw_chart(results, folder / "profile.png")

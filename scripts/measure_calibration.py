@@ -145,12 +145,14 @@ def main(argv: list[str] | None = None) -> int:
     sizes = {"num_samples": args.num_samples, "max_seq_length": args.max_seq_length}
     stages = Stages()
     try:
+        if args.work:
+            args.work.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.work or args.model.parent) as work:
             options = RunOptions(args.model, Path(work) / "out", args.device)
             with stages.watched():
                 run = Run(make_recipe({**recipe, **sizes}), options)
                 summary = run.execute()
-    except OssFusedError as error:
+    except (OssFusedError, OSError) as error:
         print(f"measure_calibration: {error}", file=sys.stderr)
         return 2
     finally:
