@@ -1,6 +1,8 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first (seconds on a rerun).
 PYTHON ?= python3
 BIN := .venv/bin
+# test processes: each starts engines that use every core, so that more of them gain little
+WORKERS ?= 2
 
 .PHONY: help setup demo test lint format test-gpu clean
 
@@ -14,7 +16,7 @@ demo: setup  ## a real model: build, calibrate, serve both, chat, compare (DEMO=
 	@$(BIN)/python scripts/demo.py $(DEMO)
 
 test: setup lint  ## linters, types and every test that runs without a GPU
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(TESTS)

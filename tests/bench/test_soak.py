@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import httpx
 import pytest
@@ -67,5 +68,14 @@ def test_memory_of_mapped_files_is_left_out() -> None:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
     assert 0 < own_mib(os.getpid()) < pss
-    assert program(os.getpid()).startswith("python")
     assert own_mib(2**22 + 1) == 0
+
+
+def test_a_program_is_named_by_its_command_line() -> None:
+    # not this process: pytest-xdist gives its workers other titles
+    code = "print('up', flush=True); input()"
+    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        assert program(child.pid) == Path(sys.executable).name
+        child.communicate(b"\n")
+    assert program(2**22 + 1) == ""
