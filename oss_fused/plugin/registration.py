@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from oss_fused import envs
 from oss_fused.plugin.compat import check_vllm
 from oss_fused.plugin.settings import QUANT_METHOD
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # architecture -> class of plugin/models.py; each behaves as vLLM's own for other quantisations
 MODEL_CLASSES = {
@@ -42,4 +49,32 @@ def register_all() -> None:
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
+        _add_to_settings(architecture, choose_scheduler)
     _registered = True
+
+
+def choose_scheduler(vllm_config: VllmConfig) -> None:
+    """Take plugin/scheduler.py where the quantisation is ours and the user chose no other."""
+    if (
+        vllm_config.model_config.quantization == QUANT_METHOD
+        and vllm_config.scheduler_config.scheduler_cls is None
+        and envs.get("OSS_FUSED_STEP") == "short"
+    ):
+        vllm_config.scheduler_config.scheduler_cls = "oss_fused.plugin.scheduler.make_scheduler"
+
+
+def _add_to_settings(architecture: str, change: Callable[[VllmConfig], None]) -> None:
+    """Have vLLM call ``change`` after its own settings for models of ``architecture``."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    theirs = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+
+    class Changed(theirs):  # type: ignore[misc, valid-type]
+        """vLLM's settings of a model, and a change of ours."""
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
+            theirs.verify_and_update_config(vllm_config)
+            change(vllm_config)
+
+    MODELS_CONFIG_MAP[architecture] = Changed

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT
+"""Our scheduler beside vLLM's, step by step over the same requests: the same decisions."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm import EngineArgs, SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from oss_fused.plugin.registration import choose_scheduler
+from oss_fused.plugin.scheduler import StepKVCacheManager, make_scheduler, shorten
+from tests.plugin.conftest import build
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("model"), "gpt_oss")
+
+
+def vllm_config(folder, asynchronous=False, **options):
+    arguments = {"max_model_len": 64, "enforce_eager": True, "skip_tokenizer_init": True} | options
+    config = EngineArgs(model=str(folder), **arguments).create_engine_config()
+    # vLLM schedules ahead on GPUs only
+    config.scheduler_config.async_scheduling = asynchronous
+    return config
+
+
+class Run:
+    """A scheduler, the requests given to it and what a model would answer."""
+
+    def __init__(self, config, make, groups, blocks, caching):
+        kv = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([f"l{i}"], g) for i, g in enumerate(groups)],
+        )
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.enable_prefix_caching = caching
+        self.scheduler = make(
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.waiting = []
+
+    def add(self, name, prompt, max_tokens):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+
+    def step(self, depth):
+        """Schedule a step and, when ``depth`` are under way, take in the oldest's tokens."""
+        scheduled = self.scheduler.schedule()
+        requests = self.scheduler.requests
+        ends = [
+            requests[name].num_computed_tokens >= requests[name].num_tokens
+            for name in scheduled.num_scheduled_tokens
+        ]
+        self.waiting.append((scheduled, ends))
+        outputs = {}
+        if len(self.waiting) >= depth:
+            oldest, ends = self.waiting.pop(0)
+            names = list(oldest.num_scheduled_tokens)
+            computed = sum(oldest.num_scheduled_tokens.values())
+            outputs = self.scheduler.update_from_output(
+                oldest,
+                ModelRunnerOutput(
+                    req_ids=names,
+                    req_id_to_index={name: i for i, name in enumerate(names)},
+                    sampled_token_ids=[[computed % 7] if end else [] for end in ends],
+                    logprobs=None,
+                    prompt_logprobs_dict={},
+                    pooler_output=[],
+                ),
+            )
+        return self.decisions(scheduled, outputs)
+
+    def decisions(self, scheduled, outputs):
+        """What the model runner and the prefix cache see of a step."""
+        cached = scheduled.scheduled_cached_reqs
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "tokens": scheduled.num_scheduled_tokens,
+            "new": [(r.req_id, r.block_ids) for r in scheduled.scheduled_new_reqs],
+            "blocks": list(zip(cached.req_ids, cached.new_block_ids, strict=True)),
+            "resumed": cached.resumed_req_ids,
+            "finished": scheduled.finished_req_ids,
+            "answers": [
+                (o.request_id, o.new_token_ids, o.finish_reason)
+                for of in outputs.values()
+                for o in of.outputs
+            ],
+            "free": pool.get_num_free_blocks(),
+            "shared": len(pool.cached_block_hash_to_block),
+        }
+
+
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+
+
+def sliding(window):
+    return SlidingWindowSpec(
+        block_size=BLOCK,
+        num_kv_heads=2,
+        head_size=8,
+        dtype=torch.bfloat16,
+        sliding_window=window,
+    )
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "blocks"),
+    [((FULL,), 400), ((FULL,), 22), ((FULL, sliding(32)), 400), ((FULL, sliding(32)), 36)],
+    ids=["full", "full-preempts", "sliding", "sliding-preempts"],
+)
+def test_same_decisions(groups, blocks, asynchronous, caching, folder):
+    config = vllm_config(folder, asynchronous, max_num_batched_tokens=96, max_num_seqs=12)
+    theirs = AsyncScheduler if asynchronous else Scheduler
+    runs = [
+        Run(config, make, groups, blocks, caching)
+        for make in (theirs, lambda **options: make_scheduler(**options))
+    ]
+    assert type(runs[0].scheduler.kv_cache_manager) is KVCacheManager
+    assert type(runs[1].scheduler.kv_cache_manager) is StepKVCacheManager
+    source = random.Random(f"{blocks} {asynchronous} {caching}")
+    beginnings = [[source.randrange(99) for _ in range(40)] for _ in range(3)]
+    preempted = 0
+    for number in range(300):
+        for i in range(source.choice((0, 0, 0, 1, 2)) if number < 200 else 0):
+            beginning = source.choice(beginnings)[: source.randrange(1, 40)]
+            prompt = beginning + [source.randrange(99) for _ in range(source.randrange(8))]
+            request = (f"{number}-{i}", prompt, source.randrange(1, 24))
+            for run in runs:
+                run.add(*request)
+        expected, got = (run.step(2 if asynchronous else 1) for run in runs)
+        assert got == expected, number
+        preempted += len(expected["resumed"])
+    assert not runs[0].scheduler.requests, "every request came to its end"
+    assert bool(preempted) == (blocks < 100)
+
+
+def test_a_step_within_a_block_asks_nothing(folder, monkeypatch):
+    config = vllm_config(folder, asynchronous=True)
+    run = Run(config, make_scheduler, (FULL, sliding(32)), 100, True)
+    run.add("a", list(range(20)), 40)
+    asked = []
+    ask = KVCacheManager.allocate_slots
+
+    def counting(self, request, *args, **options):
+        asked.append(request.num_computed_tokens)
+        return ask(self, request, *args, **options)
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", counting)
+    for _ in range(31):
+        run.step(2)
+    assert asked == [0, 31, 32, 47, 48]
+
+
+def test_room_for_drafts_is_asked_for(folder):
+    run = Run(vllm_config(folder), make_scheduler, (FULL,), 100, True)
+    run.add("a", list(range(20)), 40)
+    run.step(1)
+    manager, request = run.scheduler.kv_cache_manager, run.scheduler.requests["a"]
+    assert not any(manager.allocate_slots(request, 1, num_lookahead_tokens=0).blocks)
+    (blocks,) = manager.allocate_slots(request, 1, num_lookahead_tokens=12).blocks
+    assert len(blocks) == 1
+
+
+def test_other_caches_keep_vllms_manager():
+    manager = KVCacheManager.__new__(KVCacheManager)
+    manager.coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(block_size=16),))
+    shorten(manager)
+    assert type(manager) is KVCacheManager
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "chosen"),
+    [
+        ({"quantization": "oss_fp8"}, "short", "oss_fused.plugin.scheduler.make_scheduler"),
+        ({"quantization": "oss_fp8"}, "vllm", None),
+        ({}, "short", None),
+        ({"quantization": "oss_fp8", "scheduler_cls": "my.Scheduler"}, "short", "my.Scheduler"),
+    ],
+    ids=["ours", "switched off", "another quantisation", "the user's own"],
+)
+def test_chosen_only_where_the_model_is_ours(options, step, chosen, folder, monkeypatch):
+    monkeypatch.setenv("OSS_FUSED_STEP", step)
+    config = vllm_config(folder, **options)
+    assert config.scheduler_config.scheduler_cls == chosen
+    assert config.structured_outputs_config.reasoning_parser == "openai_gptoss", "vLLM's settings"
+    choose_scheduler(config)
+    assert config.scheduler_config.scheduler_cls == chosen
