@@ -2,7 +2,7 @@
 """Which tiles the expert kernels take: deterministic rules, measured on an H200.
 
 No rule looks at anything but shapes, so that the kernels a server needs can be compiled before it
-serves (powers of two up to its largest batch meet them all) and a CUDA graph always runs the same
+serves (the ``_variant`` functions tell which batches differ) and a CUDA graph always runs the same
 ones.
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# tokens up to which norm and router product are one launch, and a program takes four experts
+# (measured on an H200)
+_NORM_AND_ROUTER, _FOUR_EXPERTS = 128, 16
 # one-hot elements [pairs, experts] that one routing program ranks in one piece
 _ONE_HOT = 8192
 
@@ -66,6 +69,40 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
     if mean <= 24:
         return MoEConfig(16, wide, single, promote=mean <= 12)
     return MoEConfig(32, wide, wide, False)
+
+
+def fp8_rows(pairs: int, experts: int) -> int:
+    """Tokens of a tile of FP8 experts, from the mean number of pairs an expert gets."""
+    mean = pairs / experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+
+
+def mxfp4_variant(
+    tokens: int, top_k: int, experts: int, global_experts: int, fp8: bool
+) -> tuple[object, ...]:
+    """What the kernels of MXFP4 experts are compiled for, as far as it depends on the batch.
+
+    Args:
+        tokens: T.
+        top_k: experts of a token.
+        experts: of this rank.
+        global_experts: of all ranks.
+        fp8: FP8 activations.
+    """
+    configs = (choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True))
+    return (fp8, *configs, routing_block(tokens, global_experts, top_k))
+
+
+def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
+    """As ``mxfp4_variant``, of FP8 experts."""
+    return (fp8_rows(tokens * top_k, experts), routing_block(tokens, global_experts, top_k))
+
+
+def router_part(tokens: int) -> int | None:
+    """Experts a program of the norm takes of the router's product; None: the product is torch's."""
+    if tokens > _NORM_AND_ROUTER:
+        return None
+    return 4 if tokens <= _FOUR_EXPERTS else 8
 
 
 def routing_block(tokens: int, global_experts: int, top_k: int) -> tuple[int, bool]:

@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
+from oss_fused.kernels.moe_config import fp8_variant
 from oss_fused.plugin.checks import MISSING, check_finite, check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.experts_reference import route, run_experts
@@ -151,6 +152,11 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         # a reload writes into the tensors that the kernel already has
         elif not self.on_cpu and self.moe_kernel is None:
             self._build_kernel(layer)
+
+    def variant(self, layer: RoutedExperts, tokens: int) -> tuple[object, ...]:
+        """What our kernels are compiled for in a batch of ``tokens``."""
+        experts = layer.w13_weight.shape[0]
+        return fp8_variant(tokens, layer.top_k, experts, layer.global_num_experts)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """What vLLM's kernel must know of the weights; None where it takes no part."""

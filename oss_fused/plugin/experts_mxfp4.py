@@ -17,6 +17,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
+from oss_fused.kernels.moe_config import mxfp4_variant
 from oss_fused.plugin.checks import check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.warmup import max_tokens, warm_routed
@@ -87,6 +88,16 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             replace_parameter(layer, weight, packed[0])
             replace_parameter(layer, scale, packed[1])
         warm_routed(self, layer, layer.w13_bias.dtype, self.max_tokens)
+
+    def variant(self, layer: RoutedExperts, tokens: int) -> tuple[object, ...]:
+        """What the kernels are compiled for in a batch of ``tokens``."""
+        return mxfp4_variant(
+            tokens,
+            layer.top_k,
+            layer.w13_weight.shape[0],
+            layer.global_num_experts,
+            0 <= self.fp8_min_tokens <= tokens,
+        )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """None: vLLM's kernels take no part."""

@@ -32,11 +32,13 @@ from oss_fused.errors import CheckpointError
 from oss_fused.plugin import monitor
 from oss_fused.plugin.attention import adopt_attention
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.decoder import fuse_decoder_layers
+from oss_fused.plugin.decoder import OssTransformerBlock, fuse_decoder_layers
 from oss_fused.plugin.head_graphs import HeadGraphs
 from oss_fused.plugin.linear import OssFp8LinearMethod
+from oss_fused.plugin.moe import warm_router
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.rope_attention import fuse_rope
+from oss_fused.plugin.warmup import max_tokens
 
 # checked where they are used: a checkpoint may do without
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -92,8 +94,14 @@ class _OssModel(nn.Module):
                 yield "lm_head.weight", weight
 
     def process_weights_after_loading(self) -> None:
-        """Watch the layers, if the monitor is on; vLLM calls this when every layer is ready."""
+        """Compile what belongs to no one layer, and watch the layers, if the monitor is on.
+
+        vLLM calls this when every layer is ready.
+        """
         if self._ours:
+            for block in self.model.layers:
+                if type(block) is OssTransformerBlock:
+                    warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
             monitor.install(self, get_current_vllm_config())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

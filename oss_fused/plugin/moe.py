@@ -30,10 +30,12 @@ from vllm.platforms import current_platform
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
+from oss_fused.kernels.moe_config import router_part
 from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.settings import ExpertsLayout, Settings
+from oss_fused.plugin.warmup import warm_batches
 
 # gated activations that FP8 experts may have
 _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
@@ -199,8 +201,7 @@ def norm_and_experts(
         residual: [T, H].
     """
     router = mlp.router
-    plain = type(router) is GateLinear and router.is_unquantized
-    if not (plain and x.is_cuda and router.weight.dtype == x.dtype) or mlp.is_sequence_parallel:
+    if not (x.is_cuda and _router_joins_norm(mlp, x.dtype)):
         x, residual = norm(x, residual)
         return mlp(x), residual
     x, residual, logits = torch.ops.oss_fused.add_rms_norm_router(
@@ -208,3 +209,25 @@ def norm_and_experts(
     )
     out = mlp.experts(hidden_states=x, router_logits=logits)
     return out[:, : mlp.hidden_size], residual
+
+
+def _router_joins_norm(mlp: Any, dtype: torch.dtype) -> bool:
+    router = mlp.router
+    plain = type(router) is GateLinear and router.is_unquantized
+    return plain and router.weight.dtype == dtype and not mlp.is_sequence_parallel
+
+
+def warm_router(norm: RMSNorm, mlp: Any, limit: int) -> None:
+    """Compile what ``norm_and_experts`` runs before the experts, for up to ``limit`` tokens."""
+    gain, router = norm.weight, mlp.router
+    if not (gain.is_cuda and _router_joins_norm(mlp, gain.dtype)):
+        return
+
+    def run(tokens: int) -> None:
+        x = torch.zeros(tokens, gain.shape[0], dtype=gain.dtype, device=gain.device)
+        torch.ops.oss_fused.add_rms_norm_router(
+            x, x, gain, norm.variance_epsilon, router.weight, router.bias
+        )
+
+    shape, bias = tuple(router.weight.shape), router.bias is None
+    warm_batches(("router", shape, bias, gain.dtype, gain.device), limit, router_part, run)

@@ -7,6 +7,7 @@ layers of equal shape share that. Nothing happens on a CPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -77,33 +78,37 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
             torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
 
 
-def warm_experts(key: Hashable, hidden: int, limit: int, run: Callable[[int], Any]) -> None:
-    """Call ``run(tokens)`` for batches of 1, 2, 4, ... tokens, once for each ``key``.
+def first_of_each(limit: int, variant: Callable[[int], Hashable]) -> list[int]:
+    """The smallest of the counts 1 .. ``limit`` of each ``variant``, in order."""
+    first: dict[Hashable, int] = {}
+    for count in range(1, limit + 1):
+        first.setdefault(variant(count), count)
+    return list(first.values())
 
-    Tiles of the expert kernels follow the mean number of tokens an expert gets, so powers of
-    two up to the largest batch meet every one of them.
+
+def warm_batches(
+    key: Hashable, limit: int, variant: Callable[[int], Hashable], run: Callable[[int], Any]
+) -> None:
+    """Call ``run(tokens)`` for a batch of each variant up to ``limit`` tokens, once a ``key``.
 
     Args:
-        key: what the kernels are compiled for.
-        hidden: size of a row, to bound temporary memory.
+        key: what the kernels are compiled for beside the batch.
         limit: most tokens of one step.
-        run: runs the experts on that many tokens.
+        variant: what they are compiled for in a batch of so many tokens.
+        run: runs the layer on that many tokens.
     """
     if key in _done:
         return
     _done.add(key)
-    tokens = 1
-    while tokens < limit and tokens * hidden * 4 <= _MAX_BYTES:
+    for tokens in first_of_each(limit, variant):
         run(tokens)
-        tokens *= 2
-    run(limit)
 
 
 def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None:
-    """``warm_experts`` of a loaded layer of experts whose method routes by itself.
+    """``warm_batches`` of a loaded layer of experts whose method routes by itself.
 
     Args:
-        method: its ``apply_monolithic`` runs the layer.
+        method: its ``apply_monolithic`` runs the layer, its ``variant`` tells batches apart.
         layer: vLLM's RoutedExperts, with w13_weight and w2_weight [E, H, ...].
         dtype: of the model.
         limit: most tokens of one step.
@@ -120,4 +125,4 @@ def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None
 
     shape, kind = tuple(weight.shape), type(method)
     key = ("experts", kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device)
-    warm_experts(key, hidden, limit, run)
+    warm_batches(key, limit, functools.partial(method.variant, layer), run)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.moe_config import fp8_rows
 from oss_fused.kernels.reference.moe import check_fp8_layer
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe import combine
@@ -139,8 +140,7 @@ def moe_fp8(
         return out
     experts, rows13, _ = w13.shape
     pairs, inter = tokens * top_k, rows13 // 2
-    mean = pairs / experts
-    rows = 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
+    rows = fp8_rows(pairs, experts)
     tile = {"ROWS": rows, "STAGES": 4, "PROMOTE": rows <= 16, "num_warps": 4}
     options = pdl_options(x.device)
     routing = route(

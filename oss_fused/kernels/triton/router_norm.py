@@ -14,13 +14,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.moe_config import router_part
 from oss_fused.kernels.reference.router import check_norm_router
 from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import round_to
-
-# up to how many tokens a program takes four experts, and eight (measured on an H200)
-_FOUR_EXPERTS = 16
-_FUSED_TOKENS = 128
 
 
 @triton.jit
@@ -72,18 +69,17 @@ def add_rms_norm_router(
     experts = gate.shape[0]
     x, gate = x.contiguous(), gate.contiguous()
     normed, residual_out = torch.empty_like(x), torch.empty_like(x)
-    fused = tokens <= _FUSED_TOKENS
+    part = router_part(tokens)
     if tokens:
         logits = x.new_empty(tokens, experts)
         block = triton.next_power_of_2(hidden)
-        part = 4 if tokens <= _FOUR_EXPERTS else 8
-        parts = triton.cdiv(experts, part) if fused else 1
+        parts = 1 if part is None else triton.cdiv(experts, part)
         _add_rms_norm_router_kernel[(tokens, parts)](
             x, None if residual is None else residual.contiguous(), weight,
-            gate if fused else None, gate_bias if fused else None, normed, residual_out, logits,
-            eps, H=hidden, BLOCK=block, EXPERTS=experts, PART=part,
+            gate if part else None, gate_bias if part else None, normed, residual_out, logits,
+            eps, H=hidden, BLOCK=block, EXPERTS=experts, PART=part or 8,
             num_warps=min(max(block // 512, 1), 16), **pdl_options(x.device),
         )  # fmt: skip
-    if not (fused and tokens):
+    if not (part and tokens):
         logits = F.linear(normed, gate, gate_bias)
     return normed, residual_out, logits

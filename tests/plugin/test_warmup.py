@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: MIT
+"""Warm-up meets every kernel that a batch can need; the GPU's part is in test_gpu.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from oss_fused.kernels.moe_config import (
+    choose_config,
+    fp8_rows,
+    fp8_variant,
+    mxfp4_variant,
+    router_part,
+    routing_block,
+)
+from oss_fused.kernels.tiles import row_bucket
+from oss_fused.ops.registration import set_observer
+from oss_fused.plugin import moe, warmup
+from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
+from oss_fused.plugin.warmup import first_of_each, row_counts, warm_batches
+
+LIMITS = (1, 64, 300, 2048, 8192)
+# experts of a rank and of all, top_k: gpt-oss 20b and 120b, on two ranks, Mixtral, Qwen-MoE
+EXPERTS = ((32, 32, 4), (128, 128, 4), (64, 128, 4), (4, 4, 2), (8, 8, 2), (60, 60, 4))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("experts", "of_all", "top_k"), EXPERTS)
+@pytest.mark.parametrize("fp8_from", [256, 512, 1 << 30])
+def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
+    warmed = first_of_each(limit, lambda t: mxfp4_variant(t, top_k, experts, of_all, t >= fp8_from))
+
+    def kernels(tokens, gluon):
+        fp8 = tokens >= fp8_from
+        config = choose_config(tokens * top_k, experts, fp8, gluon)
+        return fp8, config, routing_block(tokens, of_all, top_k)
+
+    for gluon in (False, True):
+        met = {kernels(tokens, gluon) for tokens in warmed}
+        assert {kernels(tokens, gluon) for tokens in range(1, limit + 1)} <= met
+    assert len(warmed) <= 30, "each costs time while the model loads"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("experts", "of_all", "top_k"), EXPERTS)
+def test_every_tile_of_fp8_experts(experts, of_all, top_k, limit):
+    warmed = first_of_each(limit, lambda t: fp8_variant(t, top_k, experts, of_all))
+
+    def kernels(tokens):
+        return fp8_rows(tokens * top_k, experts), routing_block(tokens, of_all, top_k)
+
+    met = {kernels(tokens) for tokens in warmed}
+    assert {kernels(tokens) for tokens in range(1, limit + 1)} <= met
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_bucket_of_rows(limit):
+    met = {row_bucket(rows) for rows in row_counts(limit, 2)}
+    assert met == {row_bucket(rows) for rows in range(1, limit + 1)}
+
+
+def test_router_changes_twice():
+    assert first_of_each(8192, router_part) == [1, 17, 129]
+
+
+class OnGpu(torch.Tensor):
+    """A CPU's tensor that says otherwise."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_router_is_compiled_for_few_and_for_many(plain, monkeypatch):
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(moe, "GateLinear", SimpleNamespace)
+    weight = torch.randn(4, 64, dtype=torch.bfloat16)
+    router = SimpleNamespace(weight=weight, bias=None, is_unquantized=plain)
+    gain = torch.ones(64, dtype=torch.bfloat16).as_subclass(OnGpu)
+    norm = SimpleNamespace(weight=gain, variance_epsilon=1e-5)
+    ran = []
+    set_observer(lambda name, *_: ran.append(name))
+    try:
+        moe.warm_router(norm, SimpleNamespace(router=router, is_sequence_parallel=False), 500)
+    finally:
+        set_observer(None)
+    assert ran == ["add_rms_norm_router"] * 3 * plain
+
+
+def test_once_for_each_key(monkeypatch):
+    monkeypatch.setattr(warmup, "_done", set())
+    ran = []
+    for key in ("a", "a", "b"):
+        warm_batches(key, 100, lambda tokens: tokens > 30, ran.append)
+    assert ran == [1, 31, 1, 31]
+
+
+def test_a_method_tells_batches_apart(monkeypatch):
+    method = OssMxfp4MoEMethod.__new__(OssMxfp4MoEMethod)
+    method.fp8_min_tokens = 512
+    layer = type("Layer", (), {"top_k": 4, "global_num_experts": 128})
+    layer.w13_weight = torch.empty(128, 64, 1)
+    assert method.variant(layer, 400) != method.variant(layer, 384)
+    assert method.variant(layer, 400) != method.variant(layer, 512)
+    method.fp8_min_tokens = -1
+    assert method.variant(layer, 511) == method.variant(layer, 512)
