@@ -34,7 +34,7 @@ import numpy as np
 from oss_fused.bench import processes, summary
 from oss_fused.bench.compare import CPU_ENVIRONMENT, check_model, parse_arm
 from oss_fused.bench.decode_limits import load_config
-from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.environment import fingerprint, has_gpu, portable
 from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.report import table
 from oss_fused.errors import ServerError
@@ -66,7 +66,7 @@ def main() -> int:
     settings = {name: getattr(args, name) for name in ("model", "sequences", "length", "seed")}
     settings["arms"] = {arm.name: [*map("=".join, arm.environment), *arm.flags] for arm in arms}
     results = {"kind": "oss_fused.logits", "environment": environment, "settings": settings}
-    write_json(args.output, results | {"figures": figures})
+    write_json(args.output, portable(results | {"figures": figures}))
     for text in args.summary_name:
         name, _, arm = text.partition("=")
         value = round(figures[arm]["bfloat16"]["decode"]["kl"], 6)

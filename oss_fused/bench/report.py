@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oss_fused.bench.environment import describe
+from oss_fused.bench.environment import describe, portable
 from oss_fused.bench.folder import atomic_folder, write_json
 
 _LATENCIES = ("ttft", "tpot", "itl")
@@ -18,6 +18,8 @@ _COLOURS = ("#8a8f98", "#1f77b4", "#d9772b", "#2ca02c", "#9467bd")
 def write_folder(results: Mapping[str, Any], output: Path, logs: Path) -> None:
     """Write results.json, report.md, chart.png and server-logs.txt: all of them or none.
 
+    Paths in the results are shortened to names; the logs keep them.
+
     Args:
         results: the comparison, "cells" included (see summary.condense).
         output: folder to create.
@@ -26,6 +28,7 @@ def write_folder(results: Mapping[str, Any], output: Path, logs: Path) -> None:
     Raises:
         CheckpointError: ``output`` exists, or writing failed.
     """
+    results = portable(dict(results))
     with atomic_folder(output) as folder:
         write_json(folder / "results.json", results)
         render(results, folder)

@@ -8,7 +8,8 @@
 Each layout runs in processes of its own and continues a few prompts greedily. Without --model it
 is a small random MXFP4 gpt-oss, and every token and its log-probability are also compared with
 transformers' model, rounded alike. Where a layout fails on a CPU, vLLM's own bf16 model is run in
-it too: does it fail as well? Exit codes: 0 all agree, 1 otherwise.
+it too: does it fail as well? What a layout's processes say is in REPORT-LAYOUT.log. Exit codes:
+0 all agree, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from oss_fused.bench.compare import CPU_ENVIRONMENT
 from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import write_json
+from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.server import free_port
 from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4
@@ -55,8 +56,12 @@ def run(
     options: dict[str, Any],
     prompts: Sequence[Sequence[int]] = PROMPTS,
     seconds: float = 200,
+    log: Path | None = None,
 ) -> list[Answer] | str:
-    """The answers to ``prompts``, or the last error; data-parallel ranks must agree exactly."""
+    """The answers to ``prompts``, or the last error; data-parallel ranks must agree exactly.
+
+    What the ranks say is appended to ``log``.
+    """
     options = {"model": str(model), "skip_tokenizer_init": True, **options}
     ranks = options.pop("data_parallel_size", 1)
     if has_gpu():
@@ -78,7 +83,11 @@ def run(
             )
             for rank in range(ranks)
         ]
-    answers = [result.result() for result in results]
+    ran = [result.result() for result in results]
+    if log is not None:
+        with log.open("a") as file:
+            file.writelines(f"==== rank {rank}\n{said}\n" for rank, (_, said) in enumerate(ran))
+    answers = [answer for answer, _ in ran]
     failed = [answer for answer in answers if isinstance(answer, str)]
     if failed:
         return failed[0]
@@ -94,7 +103,8 @@ def _run_rank(
     prompts: Sequence[Sequence[int]],
     seconds: float,
     environment: dict[str, str],
-) -> list[Answer] | str:
+) -> tuple[list[Answer] | str, str]:
+    """The answers or the last error, and what the rank said."""
     command = [sys.executable, "-m", "tests.deploy.parallel_child"]
     try:
         done = subprocess.run(
@@ -105,13 +115,16 @@ def _run_rank(
             timeout=seconds,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return f"no answer after {seconds:.0f} s"
+    except subprocess.TimeoutExpired as late:
+        # bytes, although text is asked for
+        said = (late.stderr or b"").decode(errors="replace")
+        return f"no answer after {seconds:.0f} s", said
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        return f"status {done.returncode}: {errors[-1][-300:] if errors else done.stderr[-300:]}"
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+        last = errors[-1][-300:] if errors else done.stderr[-300:]
+        return f"status {done.returncode}: {last}", done.stderr
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines], done.stderr
 
 
 def from_one_rank(answers: list[Answer], single: list[Answer]) -> dict[str, Any]:
@@ -200,6 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--together", action="store_true", help="all layouts at once")
     parser.add_argument("--seconds", type=float, default=200, help="that a layout has")
     args = parser.parse_args(argv)
+    try:
+        writable(args.report)
+    except OSError as error:
+        parser.error(f"REPORT {args.report}: cannot be written: {error}")
     with tempfile.TemporaryDirectory(prefix="oss-fused-parallel-") as folder:
         plain, model, prompts = None, args.model, PROMPTS
         if model is None:
@@ -211,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts = token_ids(model, TEXTS)
 
         def one(name: str) -> list[Answer] | str:
-            answer = run(model, {"quantization": "oss_fp8", **LAYOUTS[name]}, prompts, args.seconds)
+            options = {"quantization": "oss_fp8", **LAYOUTS[name]}
+            log = args.report.with_name(f"{args.report.stem}-{name}.log")
+            answer = run(model, options, prompts, args.seconds, log)
             print(name, answer if isinstance(answer, str) else "answers", flush=True)
             return answer
 
