@@ -2,6 +2,8 @@
 """Our scheduler beside vLLM's, step by step over the same requests: the same decisions."""
 
 import random
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,26 +11,18 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm import EngineArgs, SamplingParams
-from vllm.utils.hashing import sha256
+from vllm import EngineArgs
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from oss_fused.plugin.registration import choose_scheduler
 from oss_fused.plugin.scheduler import StepKVCacheManager, make_scheduler, shorten
 from tests.plugin.conftest import build
 
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scheduler.py"
+Simulated = runpy.run_path(str(SCRIPT))["Simulated"]
 BLOCK = 16
 
 
@@ -45,84 +39,25 @@ def vllm_config(folder, asynchronous=False, **options):
     return config
 
 
-class Run:
-    """A scheduler, the requests given to it and what a model would answer."""
-
-    def __init__(self, config, make, groups, blocks, caching):
-        kv = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"l{i}"], g) for i, g in enumerate(groups)],
-        )
-        config.cache_config.num_gpu_blocks = blocks
-        config.cache_config.enable_prefix_caching = caching
-        self.scheduler = make(
-            vllm_config=config,
-            kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-        )
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.waiting = []
-
-    def add(self, name, prompt, max_tokens):
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        request = Request(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling_params=sampling,
-            pooling_params=None,
-            block_hasher=self.hasher,
-        )
-        self.scheduler.add_request(request)
-
-    def step(self, depth):
-        """Schedule a step and, when ``depth`` are under way, take in the oldest's tokens."""
-        scheduled = self.scheduler.schedule()
-        requests = self.scheduler.requests
-        ends = [
-            requests[name].num_computed_tokens >= requests[name].num_tokens
-            for name in scheduled.num_scheduled_tokens
-        ]
-        self.waiting.append((scheduled, ends))
-        outputs = {}
-        if len(self.waiting) >= depth:
-            oldest, ends = self.waiting.pop(0)
-            names = list(oldest.num_scheduled_tokens)
-            computed = sum(oldest.num_scheduled_tokens.values())
-            outputs = self.scheduler.update_from_output(
-                oldest,
-                ModelRunnerOutput(
-                    req_ids=names,
-                    req_id_to_index={name: i for i, name in enumerate(names)},
-                    sampled_token_ids=[[computed % 7] if end else [] for end in ends],
-                    logprobs=None,
-                    prompt_logprobs_dict={},
-                    pooler_output=[],
-                ),
-            )
-        return self.decisions(scheduled, outputs)
-
-    def decisions(self, scheduled, outputs):
-        """What the model runner and the prefix cache see of a step."""
-        cached = scheduled.scheduled_cached_reqs
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return {
-            "tokens": scheduled.num_scheduled_tokens,
-            "new": [(r.req_id, r.block_ids) for r in scheduled.scheduled_new_reqs],
-            "blocks": list(zip(cached.req_ids, cached.new_block_ids, strict=True)),
-            "resumed": cached.resumed_req_ids,
-            "finished": scheduled.finished_req_ids,
-            "answers": [
-                (o.request_id, o.new_token_ids, o.finish_reason)
-                for of in outputs.values()
-                for o in of.outputs
-            ],
-            "free": pool.get_num_free_blocks(),
-            "shared": len(pool.cached_block_hash_to_block),
-        }
+def decisions(simulated, depth):
+    """Of a step: what the model runner, the client and the prefix cache see."""
+    scheduled, outputs, _ = simulated.step(depth)
+    cached = scheduled.scheduled_cached_reqs
+    pool = simulated.scheduler.kv_cache_manager.block_pool
+    return {
+        "tokens": scheduled.num_scheduled_tokens,
+        "new": [(r.req_id, r.block_ids) for r in scheduled.scheduled_new_reqs],
+        "blocks": list(zip(cached.req_ids, cached.new_block_ids, strict=True)),
+        "resumed": cached.resumed_req_ids,
+        "finished": scheduled.finished_req_ids,
+        "answers": [
+            (o.request_id, o.new_token_ids, o.finish_reason)
+            for of in outputs.values()
+            for o in of.outputs
+        ],
+        "free": pool.get_num_free_blocks(),
+        "shared": len(pool.cached_block_hash_to_block),
+    }
 
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -148,10 +83,7 @@ def sliding(window):
 def test_same_decisions(groups, blocks, asynchronous, caching, folder):
     config = vllm_config(folder, asynchronous, max_num_batched_tokens=96, max_num_seqs=12)
     theirs = AsyncScheduler if asynchronous else Scheduler
-    runs = [
-        Run(config, make, groups, blocks, caching)
-        for make in (theirs, lambda **options: make_scheduler(**options))
-    ]
+    runs = [Simulated(config, make, groups, blocks, caching) for make in (theirs, make_scheduler)]
     assert type(runs[0].scheduler.kv_cache_manager) is KVCacheManager
     assert type(runs[1].scheduler.kv_cache_manager) is StepKVCacheManager
     source = random.Random(f"{blocks} {asynchronous} {caching}")
@@ -164,7 +96,7 @@ def test_same_decisions(groups, blocks, asynchronous, caching, folder):
             request = (f"{number}-{i}", prompt, source.randrange(1, 24))
             for run in runs:
                 run.add(*request)
-        expected, got = (run.step(2 if asynchronous else 1) for run in runs)
+        expected, got = (decisions(run, 2 if asynchronous else 1) for run in runs)
         assert got == expected, number
         preempted += len(expected["resumed"])
     assert not runs[0].scheduler.requests, "every request came to its end"
@@ -173,7 +105,7 @@ def test_same_decisions(groups, blocks, asynchronous, caching, folder):
 
 def test_a_step_within_a_block_asks_nothing(folder, monkeypatch):
     config = vllm_config(folder, asynchronous=True)
-    run = Run(config, make_scheduler, (FULL, sliding(32)), 100, True)
+    run = Simulated(config, make_scheduler, (FULL, sliding(32)), 100, True)
     run.add("a", list(range(20)), 40)
     asked = []
     ask = KVCacheManager.allocate_slots
@@ -189,7 +121,7 @@ def test_a_step_within_a_block_asks_nothing(folder, monkeypatch):
 
 
 def test_room_for_drafts_is_asked_for(folder):
-    run = Run(vllm_config(folder), make_scheduler, (FULL,), 100, True)
+    run = Simulated(vllm_config(folder), make_scheduler, (FULL,), 100, True)
     run.add("a", list(range(20)), 40)
     run.step(1)
     manager, request = run.scheduler.kv_cache_manager, run.scheduler.requests["a"]
