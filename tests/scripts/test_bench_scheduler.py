@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command line of scripts/bench_scheduler.py; plugin/test_scheduler.py compares the schedulers."""
+"""The command line of scripts/bench_scheduler.py; plugin/test_scheduler.py compares decisions."""
 
 from __future__ import annotations
 
