@@ -38,10 +38,13 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     options = ["--batches", "1", "2", "--contexts", "16", "--profile", "1", "2", "--name", "m"]
     common = ["--output", str(out), "--summary", str(summary)]
     assert script.main([*arms, *options, "--prefill", "64", *common]) == 0
+    results = json.loads((out / "results.json").read_text())
     figures = json.loads(summary.read_text())
     assert figures["decode.m.speedup_b2"] == {"value": 2.0, "file": "out/results.json"}
     assert figures["prefill.m.speedup_64"]["value"] == 2.0
     assert figures["decode.m.kernels_per_step"]["value"] == 8
+    steps = {m["batch"]: m["steps"] for m in results["measurements"] if m["steps"]}
+    assert steps == {1: 384, 2: 192}, "few sequences take more steps"
     report = (out / "report.md").read_text()
     assert "2.00 (2.00-2.00)" in report and "### Decode, batch 2" in report
     assert (out / "profile.png").stat().st_size > 5000
