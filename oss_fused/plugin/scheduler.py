@@ -38,13 +38,16 @@ class StepKVCacheManager(KVCacheManager):
         place = request.num_computed_tokens % self.stride
         if (
             num_new_tokens == 1
-            # the token opens a block at 0 and fills it at stride - 1; a window leaves a block at
-            # these places, too, unless more than one step is under way: then at the next
+            # the token opens a block at 0, and a window leaves one at stride - 1 or 0, unless more
+            # than one step is under way: then at the next edge
             and 0 < place < self.stride - 1
             and options == _ONE_TOKEN
             and not args
             and request.status is RequestStatus.RUNNING
         ):
+            if self.enable_caching:
+                # drafts that were accepted may have filled a block
+                self.cache_blocks(request, min(request.num_computed_tokens + 1, request.num_tokens))
             return self.empty_kv_cache_blocks
         return super().allocate_slots(request, num_new_tokens, *args, **options)
 

@@ -130,6 +130,21 @@ def test_room_for_drafts_is_asked_for(folder):
     assert len(blocks) == 1
 
 
+def test_a_block_that_drafts_filled_is_shared_at_once(folder):
+    run = Simulated(vllm_config(folder), make_scheduler, (FULL,), 100, True)
+    run.add("a", list(range(20)), 40)
+    run.step(1)
+    manager, request = run.scheduler.kv_cache_manager, run.scheduler.requests["a"]
+    (group,) = manager.coordinator.single_type_managers
+    # 14 drafts are accepted: their positions are computed, and two blocks full
+    manager.allocate_slots(request, 15, num_lookahead_tokens=0)
+    request.append_output_token_ids(list(range(14)))
+    request.num_computed_tokens = 34
+    assert group.num_cached_block["a"] == 1
+    assert not any(manager.allocate_slots(request, 1, num_lookahead_tokens=0).blocks)
+    assert group.num_cached_block["a"] == 2
+
+
 def test_other_caches_keep_vllms_manager():
     manager = KVCacheManager.__new__(KVCacheManager)
     manager.coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(block_size=16),))
