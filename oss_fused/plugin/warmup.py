@@ -124,5 +124,7 @@ def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None
         method.apply_monolithic(layer, x, logits)
 
     shape, kind = tuple(weight.shape), type(method)
-    key = ("experts", kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device)
+    # a layer that OSS_FUSED_MONITOR_POLICY keeps exact differs from its neighbours in large batches
+    large = method.variant(layer, limit)
+    key = (kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device, large)
     warm_batches(key, limit, functools.partial(method.variant, layer), run)

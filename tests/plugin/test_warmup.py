@@ -89,6 +89,26 @@ def test_router_is_compiled_for_few_and_for_many(plain, monkeypatch):
     assert ran == ["add_rms_norm_router"] * 3 * plain
 
 
+def test_exact_layers_are_warmed_beside_others(monkeypatch):
+    monkeypatch.setattr(warmup, "_done", set())
+    weight = torch.empty(4, 64, 1).as_subclass(OnGpu)
+    shape = {"w13_weight": weight, "w2_weight": torch.empty(4, 32, 1)}
+    sizes = {"global_num_experts": 4, "top_k": 2, "activation": "swigluoai"}
+    layer = SimpleNamespace(**shape, **sizes)
+    ran = []
+
+    def warm(fp8_min_tokens):
+        method = OssMxfp4MoEMethod.__new__(OssMxfp4MoEMethod)
+        method.fp8_min_tokens = fp8_min_tokens
+        method.apply_monolithic = lambda layer, x, logits: ran.append(x.shape[0])
+        ran.clear()
+        warmup.warm_routed(method, layer, torch.bfloat16, 2048)
+        return list(ran)
+
+    exact, fp8, again = warm(-1), warm(512), warm(512)
+    assert 512 in fp8 and 512 not in exact and not again
+
+
 def test_once_for_each_key(monkeypatch):
     monkeypatch.setattr(warmup, "_done", set())
     ran = []
