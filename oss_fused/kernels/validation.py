@@ -103,6 +103,8 @@ def check_norm(
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as [rows, last dim] with unit stride along the last; copies only if it must."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
     if x.dim() == 0:
         x = x.reshape(1)
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -22,7 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import INTERPRETED, from_fp8, round_to
 from oss_fused.kernels.validation import FP8
 from oss_fused.kernels.validation_attention import check_decode_attention
@@ -268,8 +274,8 @@ def launch_for(
     """
     bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
     best = _LAUNCHES[head_dim > 64, fp8][bucket]
-    tiles = triton.cdiv(min(window or positions, positions), best.block_n)
-    return best._replace(splits=min(best.splits, triton.next_power_of_2(tiles)))
+    tiles = cdiv(min(window or positions, positions), best.block_n)
+    return best._replace(splits=min(best.splits, next_power_of_2(tiles)))
 
 
 def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
@@ -305,8 +311,8 @@ def decode_attention(
     fp8 = key_cache.dtype == FP8
     launch = launch_for(rows, heads, head_dim, fp8, window, positions)
     splits = launch.splits
-    block_g = max(16, triton.next_power_of_2(group))
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_g = max(16, next_power_of_2(group))
+    block_d = max(16, next_power_of_2(head_dim))
     scratch = (rows * heads * splits if splits > 1 else 0, block_g)
     sums = torch.empty(*scratch, block_d, dtype=torch.float32, device=query.device)
     stats = torch.empty(*scratch, 2, dtype=torch.float32, device=query.device)

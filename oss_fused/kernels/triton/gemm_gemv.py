@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import (
     INTERPRETED,
     from_fp8,
@@ -323,7 +329,7 @@ def _launch(
 ) -> None:
     m, k = a.shape
     n = b.shape[0]
-    _gemv_kernel[(triton.cdiv(n, rows_n),)](
+    _gemv_kernel[(cdiv(n, rows_n),)](
         a.view(torch.int32),
         b.view(torch.int32),
         a_scale,
@@ -339,7 +345,7 @@ def _launch(
         B_ROWS=b_scale.numel() != 1,
         QUANTIZE=a_scale is None,
         BF16=a.dtype == torch.bfloat16,
-        ROWS_M=triton.next_power_of_2(m),
+        ROWS_M=next_power_of_2(m),
         ROWS_N=rows_n,
         BLOCK_W=block_k // 4,
         num_warps=num_warps,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import multiprocessors
+from oss_fused.kernels.triton.launch import cdiv, multiprocessors
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 from oss_fused.kernels.triton.tma import row_descriptor
 
@@ -102,7 +102,7 @@ def gemm_large(
     """Launch; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
     _gemm_large_kernel[(min(tiles, multiprocessors(a.device)),)](
         row_descriptor(a, block_m, block_k),
         row_descriptor(b, block_n, block_k),

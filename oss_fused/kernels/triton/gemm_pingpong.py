@@ -9,7 +9,6 @@ both through a ring of shared-memory buffers; CTAs are persistent.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import (
+    cdiv,
     multiprocessors,
     pdl_options,
     start_next,
@@ -205,7 +205,7 @@ def gemm_pingpong(
     """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
-    tiles = triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE)
+    tiles = cdiv(m, _TILE) * cdiv(n, _TILE)
     _gemm_pingpong_kernel[(min(tiles, multiprocessors(a.device)),)](
         descriptor(a, _TILE, _BLOCK_K),
         descriptor(b, _TILE, _BLOCK_K),

@@ -9,13 +9,13 @@ product, and its result goes to shared memory, from where it is copied while the
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import (
+    cdiv,
     multiprocessors,
     pdl_options,
     start_next,
@@ -172,7 +172,7 @@ def gemm_specialized(
     """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
-    tiles = triton.cdiv(m, 2 * rows) * triton.cdiv(n, columns)
+    tiles = cdiv(m, 2 * rows) * cdiv(n, columns)
     first = 1 << (columns.bit_length() - 1)
     chunk = min(columns - first or 64, 64)
     _gemm_specialized_kernel[(min(tiles, multiprocessors(a.device)),)](

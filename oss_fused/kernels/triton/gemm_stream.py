@@ -9,7 +9,6 @@ a chain of kernels keeps memory busy across their ends. Triton's own pipeliner c
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.warp_pipeline import copy_box, descriptor, free_previous, next_slot
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
@@ -170,7 +169,7 @@ def gemm_stream(
     m, k = a.shape
     n = b.shape[0]
     stages = (_SHARED_MEMORY // ctas - _RESERVED) // ((block_m + block_n) * block_k)
-    _gemm_stream_kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
+    _gemm_stream_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
         descriptor(a, block_m, block_k),
         descriptor(b, block_n, block_k),
         a_scale,
@@ -182,7 +181,7 @@ def gemm_stream(
         k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
-        STAGES=min(stages, triton.cdiv(k, block_k)),
+        STAGES=min(stages, cdiv(k, block_k)),
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
         **pdl_options(a.device),

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 from oss_fused.kernels.triton.tma import row_descriptor
 
@@ -86,7 +86,7 @@ def gemm_swap(
     """Launch; K and the row strides must be multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
-    _gemm_swap_kernel[(triton.cdiv(n, block_n), triton.cdiv(m, block_m))](
+    _gemm_swap_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
         row_descriptor(a, block_m, block_k),
         row_descriptor(b, block_n, block_k),
         a_scale,

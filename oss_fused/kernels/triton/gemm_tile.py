@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.triton.launch import cdiv, next_power_of_2
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 
 
@@ -83,9 +84,9 @@ def gemm_tile(
     """Launch the tiled kernel into ``out`` [M, N]; arguments as in fp8_gemm, already checked."""
     m, k = a.shape
     n = b.shape[0]
-    block_m = min(max(triton.next_power_of_2(m), 16), 128)
+    block_m = min(max(next_power_of_2(m), 16), 128)
     block_n = 128 if block_m >= 64 else 64
-    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
+    grid = (cdiv(m, block_m) * cdiv(n, block_n),)
     _gemm_tile_kernel[grid](
         a,
         b,

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.triton.gemm import fp8_linear
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.stream_parts import (
     BLOCK_K,
     SLABS,
@@ -114,7 +119,7 @@ def fp8_linear_add(
         return fp8_linear(x, weight, weight_scale, input_scale, bias) + residual
     k = weight.shape[1]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    _linear_add_kernel[(triton.cdiv(n, 2 * _BOX),)](
+    _linear_add_kernel[(cdiv(n, 2 * _BOX),)](
         rows,
         descriptor(weight, _BOX, BLOCK_K),
         weight_scale,
@@ -131,7 +136,7 @@ def fp8_linear_add(
         STEPS=steps(k),
         GROUPS=groups(k),
         BLOCK_M=block_m(m),
-        ROWS=triton.next_power_of_2(m),
+        ROWS=next_power_of_2(m),
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -120,8 +126,8 @@ def act_mul_quant(
     out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
     if q.numel() == 0:
         return q, out_scale.fill_(1.0) if scale is None else out_scale.copy_(scale)
-    parts = triton.cdiv(n_cols, _PART) if rows.shape[0] <= _SPLIT_ROWS else 1
-    block = triton.next_power_of_2(n_cols) if parts == 1 else _PART
+    parts = cdiv(n_cols, _PART) if rows.shape[0] <= _SPLIT_ROWS else 1
+    block = next_power_of_2(n_cols) if parts == 1 else _PART
     y = part_amax = None
     if parts > 1 and scale is None:
         y = torch.empty(rows.shape[0], n_cols, dtype=x.dtype, device=x.device)
@@ -149,7 +155,7 @@ def act_mul_quant(
             q,
             out_scale,
             n_cols,
-            PARTS=triton.next_power_of_2(parts),
+            PARTS=next_power_of_2(parts),
             BLOCK=block,
             num_warps=4,
             **pdl_options(x.device),

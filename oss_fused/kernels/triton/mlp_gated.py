@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.triton.launch import runs_gluon
+from oss_fused.kernels.triton.launch import cdiv, next_power_of_2, runs_gluon
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, dot_fp8, round_to
 from oss_fused.kernels.triton.quantize import quantize_fp8
@@ -160,7 +160,7 @@ def gated_mlp(
     if tma:
         blocks = (block_m, block_n, block_n)
         sources = [row_descriptor(t, b, block_k) for t, b in zip(sources, blocks, strict=True)]
-    _gated_mlp_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _gated_mlp_kernel[(cdiv(m, block_m) * cdiv(n, block_n),)](
         *sources,
         x_scale,
         gate_scale,
@@ -188,7 +188,7 @@ def _config(rows: torch.Tensor, n: int) -> dict[str, int]:
         return known
     block_k = 128 // rows.element_size()
     if m <= _FEW_ROWS:
-        block_m = max(16, triton.next_power_of_2(m))
+        block_m = max(16, next_power_of_2(m))
         return {
             "BLOCK_M": block_m,
             "BLOCK_N": 64,

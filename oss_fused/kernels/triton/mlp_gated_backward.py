@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.triton.launch import cdiv
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, round_to
 from oss_fused.kernels.validation import as_rows, check_dtype, check_gated_mlp, check_shape
@@ -107,7 +108,7 @@ def gated_mlp_backward(
         return d_gate, d_up
     wide = x.dtype == torch.float32
     block_m, block_n, block_k = (64, 64, 32) if m <= 64 or wide else (128, 128, 64)
-    _gated_mlp_backward_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _gated_mlp_backward_kernel[(cdiv(m, block_m) * cdiv(n, block_n),)](
         as_rows(grad).contiguous(),
         rows,
         gate_weight.contiguous(),

@@ -8,12 +8,12 @@ the epilogue of the warps that hold both. FP8 codes with scales, or bfloat16 / f
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import (
+    cdiv,
     multiprocessors,
     pdl_options,
     start_next,
@@ -136,7 +136,7 @@ def mlp_specialized(
     m, k = x.shape
     n = gate_weight.shape[0]
     block_k = 128 // x.element_size()
-    tiles = triton.cdiv(m, 128) * triton.cdiv(n, block_n)
+    tiles = cdiv(m, 128) * cdiv(n, block_n)
     _mlp_specialized_kernel[(min(tiles, multiprocessors(x.device)),)](
         descriptor(x, 64, block_k),
         descriptor(gate_weight, block_n, block_k),

@@ -9,7 +9,14 @@ import triton.language as tl
 
 from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.reference.moe import check_mxfp4_layer, uses_fp8_activations
-from oss_fused.kernels.triton.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    runs_gluon,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.triton.router import Routing, encode_rows, route
@@ -144,7 +151,7 @@ def gate_up(
         large_product(*codes, w13, w13_scale, w13_bias, act, routing, hidden, dtype, config.rows)
         return act, None
     options = _tile_options(config.gate_up, rows // 64)
-    _gate_up_kernel[(triton.cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
+    _gate_up_kernel[(cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
         routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
         top_k=top_k, N=rows, K=hidden, KP=routing.codes.shape[2], OP=padded, ROWS=config.rows,
         LEVELS=levels, SILU=silu, PROMOTE=config.promote, DTYPE=_TRITON_DTYPES[dtype],
@@ -177,7 +184,7 @@ def down(
         large_product(act, None, w2, w2_scale, w2_bias, y[0], routing, inter, y_dtype, config.rows)
         return y
     options = _tile_options(config.down, hidden // 64)
-    units = triton.cdiv(hidden // 64, options["GROUPS"])
+    units = cdiv(hidden // 64, options["GROUPS"])
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
         act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
         KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
@@ -190,8 +197,8 @@ def combine(routing: Routing, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
     """Weighted sum over the slots of every token, into ``out`` [T, H]."""
     shares, pairs, hidden = y.shape
     tokens, top_k = routing.topk_ids.shape
-    block = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    _combine_kernel[(tokens, cdiv(hidden, block))](
         y, routing.topk_weights, routing.place, out, pairs, TOP_K=top_k, N=hidden, SHARES=shares,
         BLOCK=block, num_warps=4, **pdl_options(out.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from oss_fused.kernels.moe_config import fp8_rows
 from oss_fused.kernels.reference.moe import check_fp8_layer
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe import combine
 from oss_fused.kernels.triton.moe_tile import dot_tile
 from oss_fused.kernels.triton.numerics import round_to
@@ -149,7 +149,7 @@ def moe_fp8(
     assert routing.codes is not None
     tiles = routing.tiles.shape[0]
     act = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(triton.cdiv(rows13, 64), tiles)](
+    _gate_up_kernel[(cdiv(rows13, 64), tiles)](
         routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
         top_k=top_k, N=rows13, K=hidden, KP=routing.codes.shape[2], SILU=activation == "silu",
         **tile, **options,
@@ -157,7 +157,7 @@ def moe_fp8(
     codes, scale = encode_rows(act, 1, permute=False)
     y_dtype = torch.float32 if rows <= 32 else torch.bfloat16
     y = torch.empty(1, pairs, hidden, dtype=y_dtype, device=x.device)
-    _down_kernel[(triton.cdiv(hidden, 64), tiles)](
+    _down_kernel[(cdiv(hidden, 64), tiles)](
         codes, scale, w2, w2_scale, w2_bias, y, routing.tiles, N=hidden, K=inter,
         KP=codes.shape[2], **tile, **options,
     )  # fmt: skip

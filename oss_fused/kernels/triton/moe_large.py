@@ -11,7 +11,6 @@ the chunk before it. See moe_gemm for the meaning of LEVELS and moe_tile for the
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from oss_fused.kernels.triton.launch import (
+    cdiv,
     multiprocessors,
     pdl_options,
     start_next,
@@ -332,7 +332,7 @@ def large_product(
     """
     pairs, levels, padded = codes.shape
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
-    programs = min(multiprocessors(codes.device), n_tiles * triton.cdiv(width // 64, 2))
+    programs = min(multiprocessors(codes.device), n_tiles * cdiv(width // 64, 2))
     _large_kernel[(programs,)](
         descriptor(codes.view(pairs * levels, padded), rows * levels, 128), x_scale,
         weight.view(torch.int32), weight_scale, bias, out, routing.tiles, n_tiles, N=width, K=inner,

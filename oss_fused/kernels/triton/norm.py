@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -98,7 +103,7 @@ def add_rms_norm_quant(
         if scale is not None:
             out_scale.copy_(scale)
         return q, out_scale, residual_out, normed
-    block = triton.next_power_of_2(n_cols)
+    block = next_power_of_2(n_cols)
     _add_rms_norm_quant_kernel[(rows.shape[0],)](
         rows,
         residual_rows,

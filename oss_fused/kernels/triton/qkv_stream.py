@@ -9,12 +9,16 @@ rope_kv's.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.stream_parts import (
     BLOCK_K,
     GROUP_K,
@@ -274,7 +278,7 @@ def launch(
         STEPS=steps(k),
         GROUPS=groups(k),
         BLOCK_M=block_m(m),
-        ROWS=0 if gain is None else triton.next_power_of_2(m),
+        ROWS=0 if gain is None else next_power_of_2(m),
         num_warps=4,
         **pdl_options(device),
     )

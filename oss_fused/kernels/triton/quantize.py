@@ -11,7 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import (
     from_fp8,
     magnitude_bits,
@@ -129,7 +135,7 @@ def quantize_fp8(
     if strategy == "tensor":
         amax_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
         out_scale = torch.empty(1, dtype=torch.float32, device=x.device)
-        grid = (n_rows, triton.cdiv(n_cols, _BLOCK))
+        grid = (n_rows, cdiv(n_cols, _BLOCK))
         if x.numel():
             _amax_kernel[grid](rows, amax_bits, rows.stride(0), n_cols, BLOCK=_BLOCK)
         _scale_kernel[(1,)](amax_bits, out_scale, num_warps=1)
@@ -139,7 +145,7 @@ def quantize_fp8(
     if n_cols == 0:
         return q, out_scale.fill_(1.0)
     if n_rows:
-        block = min(triton.next_power_of_2(n_cols), _MAX_ROW_BLOCK)
+        block = min(next_power_of_2(n_cols), _MAX_ROW_BLOCK)
         _quantize_row_kernel[(n_rows,)](
             rows,
             q,
@@ -161,8 +167,8 @@ def _quantize_static(
     n_rows, n_cols = rows.shape
     if rows.numel() == 0:
         return
-    block = min(triton.next_power_of_2(n_cols), _BLOCK)
-    _quantize_static_kernel[(n_rows, triton.cdiv(n_cols, block))](
+    block = min(next_power_of_2(n_cols), _BLOCK)
+    _quantize_static_kernel[(n_rows, cdiv(n_cols, block))](
         rows,
         q,
         scale,
@@ -187,8 +193,8 @@ def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype)
     out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
     if out.numel() == 0:
         return out
-    block = min(triton.next_power_of_2(n_cols), _BLOCK)
-    _dequantize_kernel[(n_rows, triton.cdiv(n_cols, block))](
+    block = min(next_power_of_2(n_cols), _BLOCK)
+    _dequantize_kernel[(n_rows, cdiv(n_cols, block))](
         rows,
         scale.contiguous(),
         out,

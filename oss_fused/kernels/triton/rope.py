@@ -13,7 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import check_rmsnorm_rope
 
@@ -112,10 +118,10 @@ def rmsnorm_rope(
     sin = sin if sin.stride(1) == 1 else sin.contiguous()
     half = cos.shape[1] // 2
     heads = hidden // cos.shape[1]
-    head_block, half_block = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    head_block, half_block = next_power_of_2(heads), next_power_of_2(half)
     rows = batch * sequence
     config = config or _rule(head_block, half_block)
-    _rmsnorm_rope_kernel[(triton.cdiv(rows, config["rows"]),)](
+    _rmsnorm_rope_kernel[(cdiv(rows, config["rows"]),)](
         x,
         weight.contiguous(),
         cos,

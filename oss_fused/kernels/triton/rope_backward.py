@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import multiprocessors
+from oss_fused.kernels.triton.launch import cdiv, multiprocessors, next_power_of_2
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import check_dtype, check_rmsnorm_rope, check_shape
 
@@ -117,8 +117,8 @@ def rmsnorm_rope_backward(
         heads,
         half,
         eps,
-        HEADS=triton.next_power_of_2(heads),
-        HALF=triton.next_power_of_2(half),
-        num_warps=min(triton.next_power_of_2(triton.cdiv(hidden, 512)), 16),
+        HEADS=next_power_of_2(heads),
+        HALF=next_power_of_2(half),
+        num_warps=min(next_power_of_2(cdiv(hidden, 512)), 16),
     )
     return dx, partial.sum(0).to(weight.dtype)

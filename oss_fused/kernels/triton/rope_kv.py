@@ -12,7 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import quantize_static, round_to
 from oss_fused.kernels.validation import FP8, check_rope_kv
 
@@ -201,10 +207,10 @@ def rope_kv(
             (v_scale if v_scale is not None else one),
         )
     rotary = cos_sin_cache.shape[1]
-    pairs = triton.next_power_of_2(rotary // 2)
+    pairs = next_power_of_2(rotary // 2)
     total_heads = num_heads + 2 * kv_heads
     heads, num_warps = _config(tokens, pairs)
-    _rope_kv_kernel[(tokens, triton.cdiv(total_heads, heads))](
+    _rope_kv_kernel[(tokens, cdiv(total_heads, heads))](
         qkv,
         positions,
         cos_sin_cache,
@@ -232,7 +238,7 @@ def rope_kv(
         FP8_CACHE=fp8_cache,
         HEADS=heads,
         PAIRS=pairs,
-        REST=triton.next_power_of_2(max(head_dim - rotary, 1)),
+        REST=next_power_of_2(max(head_dim - rotary, 1)),
         num_warps=num_warps,
         **pdl_options(qkv.device),
     )

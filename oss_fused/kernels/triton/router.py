@@ -19,7 +19,13 @@ import triton.language as tl
 
 from oss_fused.kernels.moe_config import routing_block
 from oss_fused.kernels.reference.router import check_router_logits
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.moe_tile import activation_position
 from oss_fused.kernels.triton.numerics import (
     from_fp8,
@@ -277,7 +283,7 @@ def encode_rows(
     if rows:
         _encode_kernel[(rows,)](
             x, order, codes, scale, rows, TOP_K=rows // tokens, H=width, HP=padded,
-            BLOCK=triton.next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+            BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
             **pdl_options(x.device),
         )  # fmt: skip
     return codes, scale
@@ -309,10 +315,10 @@ def route(
     ids, order, place = (integers[i * part : i * part + pairs] for i in range(3))
     tiles = integers[3 * part :]
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    padded_experts = max(16, triton.next_power_of_2(max(global_experts, experts)))
-    padded_k = triton.next_power_of_2(top_k)
+    padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
+    padded_k = next_power_of_2(top_k)
     block, single = routing_block(tokens, global_experts, top_k)
-    blocks = triton.cdiv(tokens, block)
+    blocks = cdiv(tokens, block)
     counts = None
     if not single:
         counts = torch.empty(blocks, padded_experts, dtype=torch.int32, device=device)
@@ -329,7 +335,7 @@ def route(
         router_logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
         tokens, n_tiles, EXPERTS=global_experts, EP=padded_experts, K=top_k, KP=padded_k, BT=block,
         RENORMALIZE=renormalize, SINGLE=single, ROWS=rows, H=width, HP=padded,
-        BLOCK=triton.next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+        BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
         **options,
     )  # fmt: skip
     if not single:

@@ -16,7 +16,13 @@ import triton.language as tl
 
 from oss_fused.kernels.moe_config import router_part
 from oss_fused.kernels.reference.router import check_norm_router
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import (
+    cdiv,
+    next_power_of_2,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.triton.numerics import round_to
 
 
@@ -72,8 +78,8 @@ def add_rms_norm_router(
     part = router_part(tokens)
     if tokens:
         logits = x.new_empty(tokens, experts)
-        block = triton.next_power_of_2(hidden)
-        parts = 1 if part is None else triton.cdiv(experts, part)
+        block = next_power_of_2(hidden)
+        parts = 1 if part is None else cdiv(experts, part)
         _add_rms_norm_router_kernel[(tokens, parts)](
             x, None if residual is None else residual.contiguous(), weight,
             gate if part else None, gate_bias if part else None, normed, residual_out, logits,

@@ -10,7 +10,6 @@ tokens on the narrow side.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from oss_fused.kernels.triton.launch import runs_gluon
+from oss_fused.kernels.triton.launch import cdiv, runs_gluon
 
 MAX_ROWS = 16
 BLOCK_K = 128
@@ -191,12 +190,12 @@ def block_m(rows: int) -> int:
 
 def steps(k: int) -> int:
     """Waits for weights along K."""
-    return triton.cdiv(k, BLOCK_K * SLABS)
+    return cdiv(k, BLOCK_K * SLABS)
 
 
 def groups(k: int) -> int:
     """Tiles of tokens along K."""
-    return triton.cdiv(k, GROUP_K)
+    return cdiv(k, GROUP_K)
 
 
 def stages(rows: int, k: int, box: int) -> int:

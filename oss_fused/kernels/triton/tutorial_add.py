@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.triton.launch import cdiv
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import FLOAT_DTYPES, check_dtype, check_same_device, check_shape
 
@@ -35,6 +36,6 @@ def add(a: torch.Tensor, b: torch.Tensor, BLOCK_SIZE: int = 1024) -> torch.Tenso
     check_same_device(a, b=b)
     out = torch.empty_like(a, memory_format=torch.contiguous_format)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), BLOCK_SIZE),)
+        grid = (cdiv(out.numel(), BLOCK_SIZE),)
         _add_kernel[grid](a.contiguous(), b.contiguous(), out, out.numel(), BLOCK_SIZE)
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.triton.launch import cdiv
 from oss_fused.kernels.triton.numerics import INTERPRETED, round_to
 from oss_fused.kernels.validation import FLOAT_DTYPES, check_dtype, check_same_device, check_shape
 
@@ -117,7 +118,7 @@ def _launch_tiles(
     if bias is not None:
         check_shape("bias", bias, (n,))
         bias = bias.contiguous()
-    grid = (triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)
+    grid = (cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]),)
     _matmul_tile_kernel[grid](
         a, b, bias, out, m, n, a.shape[1], *a.stride(), *b.stride(), SILU=silu, **config
     )
@@ -129,7 +130,7 @@ def matmul_v0(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = _checked_output(a, b)
     m, n = out.shape
     if out.numel():
-        _matmul_naive_kernel[(m, triton.cdiv(n, _NAIVE_COLUMNS))](
+        _matmul_naive_kernel[(m, cdiv(n, _NAIVE_COLUMNS))](
             a, b, out, n, a.shape[1], *a.stride(), *b.stride(), BLOCK_N=_NAIVE_COLUMNS
         )
     return out
