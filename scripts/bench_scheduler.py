@@ -27,6 +27,7 @@ from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.models import get_shape, make_model
 from oss_fused.bench.report import table
 
+ARMS = ("vllm", "oss_fused")
 BLOCK, WINDOW = 16, 128
 # steps that vLLM starts before it has read the first one's tokens
 DEPTH = 2
@@ -157,9 +158,6 @@ def main() -> int:
     header = ["requests x context", *(f"{arm}, ms a step (p90)" for arm in ARMS), "ratio"]
     print(table(header, rows), file=sys.stderr)
     return 0
-
-
-ARMS = ("vllm", "oss_fused")
 
 
 def make_parser() -> argparse.ArgumentParser:
