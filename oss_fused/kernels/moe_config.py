@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oss_fused.kernels.integers import next_power_of_2
+
 # tokens up to which norm and router product are one launch, and a program takes four experts
 # (measured on an H200)
 _NORM_AND_ROUTER, _FOUR_EXPERTS = 128, 16
@@ -107,12 +109,8 @@ def router_part(tokens: int) -> int | None:
 
 def routing_block(tokens: int, global_experts: int, top_k: int) -> tuple[int, bool]:
     """Tokens a routing program takes (a power of two), and whether one program does it all."""
-    width = max(16, _power_of_two(global_experts)) * _power_of_two(top_k)
+    width = max(16, next_power_of_2(global_experts)) * next_power_of_2(top_k)
     limit = max(1, _ONE_HOT // width)
     if tokens <= limit:
-        return _power_of_two(tokens), True
+        return next_power_of_2(tokens), True
     return min(32, limit), False
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

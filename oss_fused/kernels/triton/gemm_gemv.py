@@ -15,13 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import (
-    cdiv,
-    next_power_of_2,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import (
     INTERPRETED,
     from_fp8,

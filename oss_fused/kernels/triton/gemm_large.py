@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv, multiprocessors
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.triton.launch import multiprocessors
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 from oss_fused.kernels.triton.tma import row_descriptor
 

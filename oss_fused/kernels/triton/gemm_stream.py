@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.warp_pipeline import copy_box, descriptor, free_previous, next_slot
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers

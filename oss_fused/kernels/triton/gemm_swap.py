@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 from oss_fused.kernels.triton.tma import row_descriptor
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv, next_power_of_2
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 
 

@@ -37,16 +37,6 @@ def wait_for_inputs():
         tl.extra.cuda.gdc_wait()
 
 
-def cdiv(n: int, divisor: int) -> int:
-    """``n / divisor`` rounded up: triton.cdiv, which takes 3.7 us when a launcher calls it."""
-    return -(-n // divisor)
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least ``n`` >= 1: triton's, which takes as long."""
-    return 1 << (n - 1).bit_length()
-
-
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels written for programmatic dependent launch (Hopper and later)."""

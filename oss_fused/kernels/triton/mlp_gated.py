@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.triton.launch import cdiv, next_power_of_2, runs_gluon
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.triton.launch import runs_gluon
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, dot_fp8, round_to
 from oss_fused.kernels.triton.quantize import quantize_fp8

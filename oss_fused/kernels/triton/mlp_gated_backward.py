@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.triton.mlp import activate
 from oss_fused.kernels.triton.numerics import INTERPRETED, round_to
 from oss_fused.kernels.validation import as_rows, check_dtype, check_gated_mlp, check_shape

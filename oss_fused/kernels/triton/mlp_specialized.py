@@ -11,9 +11,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.triton.gemm_large import tile_of
 from oss_fused.kernels.triton.launch import (
-    cdiv,
     multiprocessors,
     pdl_options,
     start_next,

@@ -7,16 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.reference.moe import check_mxfp4_layer, uses_fp8_activations
-from oss_fused.kernels.triton.launch import (
-    cdiv,
-    next_power_of_2,
-    pdl_options,
-    runs_gluon,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.triton.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_gemm import _down_kernel, _gate_up_kernel
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.triton.router import Routing, encode_rows, route

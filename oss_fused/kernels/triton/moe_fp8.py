@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.moe_config import fp8_rows
 from oss_fused.kernels.reference.moe import check_fp8_layer
-from oss_fused.kernels.triton.launch import cdiv, pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe import combine
 from oss_fused.kernels.triton.moe_tile import dot_tile
 from oss_fused.kernels.triton.numerics import round_to

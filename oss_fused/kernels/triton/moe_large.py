@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.triton.launch import (
-    cdiv,
     multiprocessors,
     pdl_options,
     start_next,

@@ -12,12 +12,8 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.triton.launch import (
-    next_power_of_2,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.integers import next_power_of_2
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import (
     magnitude_bits,
     quantize_dynamic,

@@ -13,12 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from oss_fused.kernels.triton.launch import (
-    next_power_of_2,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.integers import next_power_of_2
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.stream_parts import (
     BLOCK_K,
     GROUP_K,

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv, multiprocessors, next_power_of_2
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.triton.launch import multiprocessors
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import check_dtype, check_rmsnorm_rope, check_shape
 

@@ -17,15 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.moe_config import routing_block
 from oss_fused.kernels.reference.router import check_router_logits
-from oss_fused.kernels.triton.launch import (
-    cdiv,
-    next_power_of_2,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.moe_tile import activation_position
 from oss_fused.kernels.triton.numerics import (
     from_fp8,

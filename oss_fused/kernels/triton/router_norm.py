@@ -14,15 +14,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.moe_config import router_part
 from oss_fused.kernels.reference.router import check_norm_router
-from oss_fused.kernels.triton.launch import (
-    cdiv,
-    next_power_of_2,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.triton.numerics import round_to
 
 

@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from oss_fused.kernels.triton.launch import cdiv, runs_gluon
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.triton.launch import runs_gluon
 
 MAX_ROWS = 16
 BLOCK_K = 128

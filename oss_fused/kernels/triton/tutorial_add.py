@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import cdiv
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.triton.numerics import round_to
 from oss_fused.kernels.validation import FLOAT_DTYPES, check_dtype, check_same_device, check_shape
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.triton.launch import cdiv
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.triton.numerics import INTERPRETED, round_to
 from oss_fused.kernels.validation import FLOAT_DTYPES, check_dtype, check_same_device, check_shape
 
