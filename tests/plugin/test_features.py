@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from oss_fused.bench.tokenizer import save_tokenizer
 from tests.plugin.conftest import SHARED_GPU, Engine, assert_agrees, build, reference_logprobs
@@ -92,6 +93,9 @@ def test_prompt_logprobs(served):
 
 def test_several_samples_of_a_prompt(served):
     prompt = TEXT[:20]
+    # an unlikely token's log-probability moves by more than the tolerance now and then; vLLM's own
+    # seed per request needs a GPU
+    torch.manual_seed(0)
     outputs = ask(served, prompt, n=3, temperature=1.0, logprobs=0).outputs
     assert len(outputs) == 3
     assert len({tuple(out.token_ids) for out in outputs}) > 1
