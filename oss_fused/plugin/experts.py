@@ -35,7 +35,7 @@ from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
 from oss_fused.plugin.experts_reference import route, run_experts
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.settings import ExpertsLayout
-from oss_fused.plugin.warmup import max_tokens, warm_routed
+from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 FP8 = torch.float8_e4m3fn
@@ -70,7 +70,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         self.on_cpu = current_platform.is_cpu()
         self.routes = routes
         self.ours = ours and not self.on_cpu
-        self.max_tokens = max_tokens()
+        self.max_tokens = max_routed_tokens(moe)
 
     @property
     def is_monolithic(self) -> bool:

@@ -20,7 +20,7 @@ from oss_fused import envs
 from oss_fused.kernels.moe_config import mxfp4_variant
 from oss_fused.plugin.checks import check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
-from oss_fused.plugin.warmup import max_tokens, warm_routed
+from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
@@ -37,7 +37,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         """Make the method of one layer; ``prefix`` is its name, for errors."""
         super().__init__(moe)
         self.prefix = prefix
-        self.max_tokens = max_tokens()
+        self.max_tokens = max_routed_tokens(moe)
         self.fp8_min_tokens = _FP8_MIN_TOKENS[envs.get("OSS_FUSED_EXPERT_ACTIVATIONS")]
 
     @property

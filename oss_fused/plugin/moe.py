@@ -165,7 +165,9 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
         return "LoRA"
     if parallel.enable_eplb:
         return "expert load balancing"
-    if parallel.use_all2all_kernels:
+    # vLLM's default gathers the ranks' tokens before our kernel and adds the shares up behind it
+    gathered = parallel.use_ag_rs_all2all_kernels and parallel.pcp_size == 1
+    if parallel.use_all2all_kernels and not gathered:
         return f"all2all backend {parallel.all2all_backend}"
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -31,6 +32,11 @@ _done: set[Hashable] = set()
 def max_tokens() -> int:
     """Most tokens of one step; to be asked while vLLM builds the model."""
     return get_current_vllm_config().scheduler_config.max_num_batched_tokens
+
+
+def max_routed_tokens(moe: FusedMoEConfig) -> int:
+    """Most tokens of one step that a rank's experts see: data-parallel ranks gather theirs."""
+    return max_tokens() * moe.dp_size
 
 
 def row_counts(limit: int, row_bytes: int) -> Iterator[int]:

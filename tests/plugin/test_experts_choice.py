@@ -26,7 +26,13 @@ def on_a_hopper(monkeypatch):
 
 
 def layer(**changes):
-    parallel = SimpleNamespace(enable_eplb=False, use_all2all_kernels=False, all2all_backend="ep")
+    parallel = SimpleNamespace(
+        enable_eplb=False,
+        use_all2all_kernels=False,
+        use_ag_rs_all2all_kernels=False,
+        all2all_backend="ep",
+        pcp_size=1,
+    )
     moe = SimpleNamespace(
         moe_backend="auto",
         is_lora_enabled=False,
@@ -55,6 +61,8 @@ def layer(**changes):
 
 def test_ours_by_default(monkeypatch):
     assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, True)
+    gathered = layer(use_all2all_kernels=True, use_ag_rs_all2all_kernels=True)
+    assert choice.experts_method(gathered, SETTINGS, "x")[-2:] == (True, True)
     monkeypatch.setenv("OSS_FUSED_EXPERTS", "vllm")
     assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, False)
 
@@ -66,6 +74,10 @@ def test_ours_by_default(monkeypatch):
         ({"is_lora_enabled": True}, "LoRA"),
         ({"enable_eplb": True}, "load balancing"),
         ({"use_all2all_kernels": True}, "all2all backend ep"),
+        (
+            {"use_all2all_kernels": True, "use_ag_rs_all2all_kernels": True, "pcp_size": 2},
+            "all2all backend ep",
+        ),
         ({"scoring_func": "sigmoid"}, "routing"),
         ({"use_grouped_topk": True}, "routing"),
         ({"hidden_dim": 100}, "hidden size 100"),

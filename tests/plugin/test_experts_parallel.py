@@ -68,7 +68,7 @@ def make_method(layout):
         has_bias=True, in_dtype=torch.bfloat16, moe_parallel_config=None, is_lora_enabled=False
     )
     for module in (experts, experts_mxfp4):
-        module.max_tokens = lambda: 16
+        module.max_routed_tokens = lambda moe: 16
     if layout == "mxfp4":
         return experts_mxfp4.OssMxfp4MoEMethod(moe, "experts")
     return experts.OssFp8MoEMethod(moe, layout, "experts")

@@ -126,3 +126,8 @@ def test_a_method_tells_batches_apart(monkeypatch):
     assert method.variant(layer, 400) != method.variant(layer, 512)
     method.fp8_min_tokens = -1
     assert method.variant(layer, 511) == method.variant(layer, 512)
+
+
+def test_experts_see_the_tokens_of_all_data_parallel_ranks(monkeypatch):
+    monkeypatch.setattr(warmup, "max_tokens", lambda: 2048)
+    assert warmup.max_routed_tokens(SimpleNamespace(dp_size=4)) == 8192

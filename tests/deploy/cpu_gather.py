@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: MIT
+"""What vLLM's CPU build lacks for data parallelism of a model with experts.
+
+Its communicator cannot gather the tokens of ranks that hold different numbers of them, nor hand
+the sums back (`NotImplementedError`). `offer` makes vLLM load `install` as a plugin in each of its
+processes, so that the rest of the path, ours among it, runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def offer(folder: Path) -> str:
+    """Describe an installed plugin in ``folder``; returns the entry for PYTHONPATH."""
+    info = folder / "cpu_gather-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-gather\nVersion: 0\n")
+    entry = f"cpu_gather = {__name__}:install"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    return str(folder)
+
+
+def install() -> None:
+    """Give vLLM's CPU communicator the two operations."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def all_gatherv(self, input_, dim=0, sizes=None):
+    """The ranks' tensors [T_r, ...], one behind the other; of a list each."""
+    assert dim == 0
+    if isinstance(input_, list):
+        return [all_gatherv(self, tensor) for tensor in input_]
+    parts = [None] * self.world_size
+    dist.all_gather_object(parts, input_, group=self.cpu_group)
+    return torch.cat(parts)
+
+
+def reduce_scatterv(self, input_, dim=-1, sizes=None):
+    """This rank's ``sizes[rank]`` rows of the ranks' sum."""
+    assert dim == 0
+    total = input_.clone()
+    dist.all_reduce(total, group=self.cpu_group)
+    return total.split(sizes or len(total) // self.world_size)[self.rank_in_group]
