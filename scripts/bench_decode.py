@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from oss_fused.bench import decode, decode_profile, decode_report, summary
+from oss_fused.bench import decode, decode_figures, decode_profile, decode_report, summary
 from oss_fused.bench.compare import Arm, check_model, parse_arm
 from oss_fused.bench.decode_limits import load_config, step_bytes
 from oss_fused.bench.environment import fingerprint, has_gpu, portable
@@ -195,7 +195,9 @@ def write(
     baselines = [name for name in settings["baselines"] if name in results["arms"]]
     if not baselines:
         raise ValueError(f"none of {', '.join(settings['baselines'])} could be measured")
-    results["cells"] = decode.condense(results["measurements"], settings["candidate"], baselines)
+    results["cells"] = decode_figures.condense(
+        results["measurements"], settings["candidate"], baselines
+    )
     if profiles is not None:
         results["profiles"] = [decode_profile.condense(profile) for profile in profiles]
         for profile in results["profiles"]:
@@ -207,10 +209,7 @@ def write(
     if any(profile["steps"] for profile in results["profiles"]):
         decode_report.draw_chart(results, folder / "profile.png")
     if args.summary:
-        where = summary.relative(folder / "results.json", args.summary)
-        figures = named(results)
-        merged = {name: {"value": value, "file": where} for name, value in figures.items()}
-        summary.merge_summary(args.summary, merged)
+        summary.merge_summary(args.summary, named(results), folder / "results.json")
 
 
 def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, float]:
@@ -225,7 +224,7 @@ def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, 
 def named(results: Mapping[str, Any]) -> dict[str, float]:
     """The figures of the summary: speed-ups, and kernels a step at the smallest batch."""
     settings = results["settings"]
-    figures = decode.named_speedups(results["cells"], settings["model"])
+    figures = decode_figures.named_speedups(results["cells"], settings["model"])
     own = [p for p in results["profiles"] if p["arm"] == settings["candidate"] and p["steps"]]
     if own:
         fewest = min(own, key=lambda profile: int(profile["batch"]))

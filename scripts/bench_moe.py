@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     from oss_fused.bench import moe_cases
     from oss_fused.bench.environment import has_gpu
     from oss_fused.bench.folder import write_json
-    from oss_fused.bench.summary import merge_summary, relative
+    from oss_fused.bench.summary import merge_summary
 
     for name in ("experts", "layers", "compile_jobs"):
         if getattr(arguments, name) < 1:
@@ -154,9 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     target = arguments.output / "moe.json"
     write_json(target, report)
     if arguments.summary:
-        file = relative(target, arguments.summary)
-        named = {name: {"value": v, "file": file} for name, v in report["figures"].items()}
-        merge_summary(arguments.summary, named)
+        merge_summary(arguments.summary, report["figures"], target)
     print(json.dumps(report["figures"], indent=2), file=sys.stderr)
     return 0 if all(row["passed"] for row in report["results"]) else 1
 

@@ -280,13 +280,10 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
     if not args.summary:
         return
     arm = args.summary_arm or list(results["arms"])[1]
-    where = summary.relative(file, args.summary)
-    figures = summary.named_ratios(
-        results["cells"], arm, args.summary_prefix, where, args.summary_key
-    )
-    summary.merge_summary(args.summary, figures)
+    figures = summary.named_ratios(results["cells"], arm, args.summary_prefix, args.summary_key)
+    summary.merge_summary(args.summary, figures, file)
     for name, figure in figures.items():
-        print(f"{name} = {figure['value']}", file=sys.stderr)
+        print(f"{name} = {figure}", file=sys.stderr)
 
 
 if __name__ == "__main__":

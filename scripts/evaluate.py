@@ -52,12 +52,10 @@ def main() -> int:
         write_json(args.output, portable(results))
         if args.summary:
             factors = zip(*(factors_of(text) for text in results["texts"]))
-            where = summary.relative(args.output, args.summary)
             figures = {
-                name: {"value": round(max(values), 5), "file": where}
-                for name, values in zip(args.summary_name, factors)
+                name: round(max(values), 5) for name, values in zip(args.summary_name, factors)
             }
-            summary.merge_summary(args.summary, figures)
+            summary.merge_summary(args.summary, figures, args.output)
     except (OssFusedError, OSError, ValueError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1

@@ -70,8 +70,7 @@ def main() -> int:
     for text in args.summary_name:
         name, _, arm = text.partition("=")
         value = round(figures[arm]["bfloat16"]["decode"]["kl"], 6)
-        where = summary.relative(args.output, args.summary)
-        summary.merge_summary(args.summary, {name: {"value": value, "file": where}})
+        summary.merge_summary(args.summary, {name: value}, args.output)
     print(show(figures), file=sys.stderr)
     return 0
 

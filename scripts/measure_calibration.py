@@ -29,7 +29,7 @@ import torch
 
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.folder import write_json
-from oss_fused.bench.summary import merge_summary, relative
+from oss_fused.bench.summary import merge_summary
 from oss_fused.errors import OssFusedError
 from oss_fused.quant import expert_stream, streaming
 from oss_fused.quant.calibrator import Run, RunOptions
@@ -177,9 +177,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     write_json(args.output, figures)
     if args.summary:
-        where = relative(args.output, args.summary)
-        value = round(stages.resident, 2)
-        merge_summary(args.summary, {args.summary_name: {"value": value, "file": where}})
+        named = {args.summary_name: round(stages.resident, 2)}
+        merge_summary(args.summary, named, args.output)
     print(
         f"{figures['seconds']:.1f} s; at its peak {figures['peak_anonymous_gib']:.2f} GiB "
         f"anonymous, {stages.resident:.2f} GiB resident with the mapped source",

@@ -94,9 +94,8 @@ def note_time(args: argparse.Namespace, wall: float, cpu: float) -> None:
     minutes = {"wall_minutes": wall / 60, "cpu_minutes_on_2_cores": cpu / 120}
     path = args.output.with_name("smollm2_calibration_time.json")
     write_json(path, {**minutes, "samples": args.samples, "tokens_a_sample": 512})
-    where = summary.relative(path, args.summary)
-    figure = {"value": round(wall / 60, 2), "file": where}
-    summary.merge_summary(args.summary, {"calibration.smollm2.minutes_2_cores": figure})
+    figures = {"calibration.smollm2.minutes_2_cores": round(wall / 60, 2)}
+    summary.merge_summary(args.summary, figures, path)
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from oss_fused.bench import soak
 from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.folder import write_json
 from oss_fused.bench.processes import Terminated, signals_as_exceptions
-from oss_fused.bench.summary import merge_summary, relative
+from oss_fused.bench.summary import merge_summary
 from oss_fused.errors import ServerError
 
 
@@ -84,8 +84,7 @@ def main() -> int:
         "soak.memory_growth_mib": result["memory_growth_mib"],
     }
     if summary:
-        where = relative(output, summary)
-        merge_summary(summary, {k: {"value": v, "file": where} for k, v in figures.items()})
+        merge_summary(summary, figures, output)
     total = sum(result["requests"].values())
     say(
         f"{total} requests in {result['seconds']:.0f} s, {len(result['errors'])} errors, memory "

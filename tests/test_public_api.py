@@ -154,6 +154,8 @@ def test_h200_figures_are_numbers():
     path = DOCS / "results" / "h200" / "summary.json"
     if not path.exists():
         pytest.skip("no GPU figures yet")
-    for value in json.loads(path.read_text()).values():
-        number = value["value"] if isinstance(value, dict) else value
-        assert isinstance(number, int | float)
+    figures = json.loads(path.read_text())
+    assert all(isinstance(value, int | float) for value in figures.values())
+    sources = json.loads(path.with_name("summary-sources.json").read_text())
+    assert sources.keys() == figures.keys()
+    assert all((path.parent / file).is_file() for file in sources.values())

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oss_fused.bench.decode_figures import steady
 from oss_fused.bench.decode_profile import GROUPS
 from oss_fused.bench.environment import describe
 from oss_fused.bench.report import table
@@ -28,17 +29,25 @@ def markdown(results: Mapping[str, Any]) -> str:
     """The report.
 
     Args:
-        results: "environment", "settings", "arms", "cells" (of decode.condense) and "profiles" (of
-            decode_profile.condense, with "limits": group -> microseconds).
+        results: "environment", "settings", "arms", "cells" (of decode_figures.condense) and
+            "profiles" (of decode_profile.condense, with "limits": group -> microseconds).
     """
     settings = results["settings"]
     arms, candidate = list(results["arms"]), settings["candidate"]
-    rounds = 1 + max(row["round"] for row in results["measurements"])
+    measured = results["measurements"]
+    rounds = 1 + max(row["round"] for row in measured)
+    left_out = sum(not steady(row) for row in measured)
     method = (
         f"One process an arm, all engines up at once and measured in turn, each load in up to "
         f"{rounds} rounds. Milliseconds are medians over rounds, brackets the lowest and highest "
         f"round. The speed-up is against the faster of {', '.join(settings['baselines'])}."
     )
+    if left_out:
+        method += (
+            f" {left_out} of {len(measured)} measurements are left out: in a window of steps they "
+            f"took more than twice their median, or less than half (the process that reads the "
+            f"tokens stood still)."
+        )
     parts = [
         f"# A decode step of {settings['model']}: {candidate} against stock",
         f"{describe(results['environment'])}.",

@@ -23,10 +23,7 @@ def write(report: Mapping[str, Any], folder: Path, summary: Path | None) -> None
     (folder / "kernels.md").write_text(markdown(report))
     draw_roofline(report, folder / "kernels.png")
     if summary is not None:
-        values = report["figures"].items()
-        merge_summary(
-            summary, {name: {"value": value, "file": "kernels.json"} for name, value in values}
-        )
+        merge_summary(summary, report["figures"], folder / "kernels.json")
 
 
 def markdown(report: Mapping[str, Any]) -> str:

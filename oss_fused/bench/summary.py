@@ -67,8 +67,8 @@ def condense(
 
 
 def named_ratios(
-    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, file: str, key: str = "ratio_c"
-) -> dict[str, dict[str, Any]]:
+    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, key: str = "ratio_c"
+) -> dict[str, float]:
     """Ratios of output tok/s under flat names: ``<prefix>.<key><concurrency>``.
 
     Loads of other lengths than the first get ``_<input>x<output>`` appended.
@@ -77,7 +77,6 @@ def named_ratios(
         cells: as ``condense`` returns them.
         candidate: the arm.
         prefix: such as ``main_job.gpt_oss_20b``.
-        file: where the detail is, for the reader.
         key: what stands before the concurrency.
     """
     first = (cells[0]["input_len"], cells[0]["output_len"])
@@ -86,29 +85,27 @@ def named_ratios(
         lengths = (cell["input_len"], cell["output_len"])
         suffix = "" if lengths == first else f"_{lengths[0]}x{lengths[1]}"
         ratio = cell["arms"][candidate]["ratios"]["output_throughput"]
-        named[f"{prefix}.{key}{cell['concurrency']}{suffix}"] = {
-            "value": round(ratio["median"], 4),
-            "file": file,
-        }
+        named[f"{prefix}.{key}{cell['concurrency']}{suffix}"] = round(ratio["median"], 4)
     return named
 
 
-def merge_summary(path: Path, figures: Mapping[str, Any]) -> None:
+def merge_summary(path: Path, figures: Mapping[str, float], detail: Path) -> None:
     """Add ``figures`` to the flat JSON object in ``path``, creating it if need be.
+
+    summary-sources.json beside it names the file that each figure comes from.
 
     Args:
         path: such as docs/results/h200/summary.json.
-        figures: name -> number or {"value": number, "file": path of the detail}.
+        figures: name -> number.
+        detail: the file with everything about them.
 
     Raises:
-        ValueError: the file holds something else than one JSON object.
+        ValueError: a file holds something else than one JSON object.
     """
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    if not isinstance(known, dict):
-        raise ValueError(f"summary {path}: expected one JSON object, found {type(known).__name__}")
-    write_json(path, dict(sorted({**known, **figures}.items())))
-
-
-def relative(file: Path, summary: Path) -> str:
-    """``file`` as seen from the folder of ``summary``."""
-    return os.path.relpath(file.resolve(), summary.resolve().parent)
+    sources = dict.fromkeys(figures, os.path.relpath(detail.resolve(), path.resolve().parent))
+    for file, entries in ((path, figures), (path.with_name("summary-sources.json"), sources)):
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        if not isinstance(known, dict):
+            kind = type(known).__name__
+            raise ValueError(f"summary {file}: expected one JSON object, found {kind}")
+        write_json(file, dict(sorted({**known, **entries}.items())))

@@ -175,5 +175,4 @@ def write_figures(folder: Path, figures: Mapping[str, float], detail: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     document = {"environment": fingerprint(), "figures": figures, **detail}
     (folder / "library.json").write_text(json.dumps(document, indent=1) + "\n")
-    found = {name: {"value": value, "file": "library.json"} for name, value in figures.items()}
-    merge_summary(folder / "summary.json", found)
+    merge_summary(folder / "summary.json", figures, folder / "library.json")

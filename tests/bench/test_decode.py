@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oss_fused.bench import decode, decode_profile
+from oss_fused.bench import decode, decode_figures, decode_profile
 from oss_fused.bench.compare import Arm
 from oss_fused.bench.decode_limits import kv_bytes, step_bytes
 from oss_fused.errors import ServerError
@@ -50,13 +50,13 @@ def test_measures_every_cell_on_every_arm_and_compares(tmp_path):
     assert len(results["measurements"]) == 2 * 2 * 3
     first = [row["arm"] for row in results["measurements"][:4]]
     assert first == ["slow", "fast", "fast", "slow"]
-    cells = decode.condense(results["measurements"], "fast", ["slow"])
+    cells = decode_figures.condense(results["measurements"], "fast", ["slow"])
     assert [cell["speedup"] for cell in cells] == [2.0, 2.0, 2.0]
     assert cells[0]["arms"]["slow"] == {
         **dict.fromkeys(("ms", "min", "max", "p10", "p90"), 1.0),
         "distinct": 1.0,
     }
-    assert decode.named_speedups(cells, "m") == {
+    assert decode_figures.named_speedups(cells, "m") == {
         "decode.m.speedup_b1": 2.0,
         "decode.m.speedup_b4": 2.0,
         "prefill.m.speedup_32": 2.0,
@@ -75,15 +75,32 @@ def test_profiles_by_group(tmp_path):
     assert (prefill["steps"], prefill["kernels_per_step"]) == (0, 8)
 
 
+def row(arm, number, ms, context=128):
+    cell = {"batch": 1, "context": context, "steps": 8}
+    return {"arm": arm, "round": number, **cell, "ms": ms, "distinct": 1.0}
+
+
+def test_a_measurement_in_which_tokens_queued_up_is_left_out():
+    queued = [60.0, 1.0, 1.0, 1.0]
+    rows = [row("a", 0, [6.0]), row("ours", 0, queued), row("a", 1, queued), row("ours", 1, [3.0])]
+    rows += [row("a", 2, [4.0, 4.0, 7.9]), row("ours", 2, [2.0])]
+    (cell,) = decode_figures.condense(rows, "ours", ["a"])
+    assert (cell["arms"]["a"]["ms"], cell["arms"]["ours"]["ms"]) == (5.0, 2.5)
+    # the one round in which both were steady
+    assert (cell["speedup_min"], cell["speedup_max"]) == (2.0, 2.0)
+    with pytest.raises(ValueError, match="ours, decode 1 x 128: expected a steady measurement"):
+        decode_figures.condense(rows[:2], "ours", ["a"])
+
+
 def test_the_faster_baseline_and_the_worst_context_count():
     rows = [
-        {"arm": arm, "batch": 1, "context": context, "steps": 8, "ms": [ms], "distinct": 1.0}
+        row(arm, 0, [ms], context)
         for context, times in ((128, (4.0, 3.0, 2.0)), (1024, (5.0, 6.0, 2.0)))
         for arm, ms in zip(("a", "b", "ours"), times)
     ]
-    cells = decode.condense(rows, "ours", ["a", "b"])
+    cells = decode_figures.condense(rows, "ours", ["a", "b"])
     assert [cell["baseline"] for cell in cells] == ["b", "a"]
-    assert decode.named_speedups(cells, "x") == {"decode.x.speedup_b1": 1.5}
+    assert decode_figures.named_speedups(cells, "x") == {"decode.x.speedup_b1": 1.5}
 
 
 def test_failures_name_the_engine_and_its_log(tmp_path):

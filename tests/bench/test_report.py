@@ -83,21 +83,22 @@ def test_summary_is_merged_flat(tmp_path: Path) -> None:
     path = tmp_path / "h200" / "summary.json"
     cells = summary.condense(MEASURED, ["a", "b"])
     cells.append({**cells[0], "input_len": 1024})
-    named = summary.named_ratios(cells, "b", "main_job.x", "x/results.json")
+    named = summary.named_ratios(cells, "b", "main_job.x")
     assert list(named) == [
         "main_job.x.ratio_c1",
         "main_job.x.ratio_c8",
         "main_job.x.ratio_c1_1024x4",
     ]
-    summary.merge_summary(path, {"other": 3})
-    summary.merge_summary(path, named)
+    summary.merge_summary(path, {"other": 3}, tmp_path / "cpu" / "o.json")
+    summary.merge_summary(path, named, tmp_path / "h200" / "x" / "results.json")
     known = json.loads(path.read_text())
-    assert known["other"] == 3
-    assert known["main_job.x.ratio_c1"] == {"value": 1.25, "file": "x/results.json"}
+    assert (known["other"], known["main_job.x.ratio_c1"]) == (3, 1.25)
+    sources = json.loads(path.with_name("summary-sources.json").read_text())
+    assert sources["main_job.x.ratio_c1"] == "x/results.json"
+    assert sources["other"] == "../cpu/o.json" and sources.keys() == known.keys()
     path.write_text("[1]")
     with pytest.raises(ValueError, match="expected one JSON object, found list"):
-        summary.merge_summary(path, named)
-    assert summary.relative(tmp_path / "h200" / "x" / "r.json", path) == "x/r.json"
+        summary.merge_summary(path, named, path)
 
 
 def test_report_has_figures_ratios_and_a_warning(results: dict[str, Any]) -> None:

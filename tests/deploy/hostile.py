@@ -275,8 +275,8 @@ def main() -> int:
     accepted = not doctor_says(bases["llama"]) and not loader_says(bases["llama"], Case(print, ""))
     print(f"{refused} of {len(CASES)} refused; the unspoilt one accepted: {accepted}")
     if len(sys.argv) > 2:
-        figure = {"value": refused, "of": len(CASES), "file": "../../../tests/deploy/hostile.py"}
-        merge_summary(Path(sys.argv[2]), {"security.hostile_checkpoints_refused": figure})
+        figures = {"security.hostile_checkpoints_refused": refused}
+        merge_summary(Path(sys.argv[2]), figures, Path(__file__))
     return 0 if accepted and refused == len(CASES) else 1
 
 

@@ -62,7 +62,7 @@ def test_compares_and_merges_the_summary(
     assert len(results["measurements"]) == 4
     assert (output / "chart.png").stat().st_size > 10_000
     assert "**2.00x** for 1 x 128:128" in (output / "report.md").read_text()
-    assert json.loads(totals.read_text())["main_job.x.ratio_c2"]["value"] == 2.0
+    assert json.loads(totals.read_text())["main_job.x.ratio_c2"] == 2.0
     assert "main_job.x.ratio_c1 = 2.0" in capsys.readouterr().err
     # again from the saved results, on another machine
     totals.unlink()
