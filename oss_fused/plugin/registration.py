@@ -22,6 +22,10 @@ MODEL_CLASSES = {
     "Qwen3ForCausalLM": "OssQwen3ForCausalLM",
 }
 
+# tokens of the largest step that is replayed as CUDA graphs, as vLLM itself has it for gpt-oss.
+# Below, launching a prefill operator by operator takes longer than the kernels (docs/decode.md)
+GRAPH_TOKENS = 1024
+
 _registered = False
 
 
@@ -49,18 +53,27 @@ def register_all() -> None:
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
-        _add_to_settings(architecture, choose_scheduler)
+        _add_to_settings(architecture, shorten_steps)
     _registered = True
 
 
-def choose_scheduler(vllm_config: VllmConfig) -> None:
-    """Take plugin/scheduler.py where the quantisation is ours and the user chose no other."""
+def shorten_steps(vllm_config: VllmConfig) -> None:
+    """Leave the host less to do, where the quantisation is ours and the user chose nothing else.
+
+    That is the scheduler of plugin/scheduler.py, and CUDA graphs for up to GRAPH_TOKENS tokens.
+    """
     if (
-        vllm_config.model_config.quantization == QUANT_METHOD
-        and vllm_config.scheduler_config.scheduler_cls is None
-        and envs.get("OSS_FUSED_STEP") == "short"
+        vllm_config.model_config.quantization != QUANT_METHOD
+        or envs.get("OSS_FUSED_STEP") != "short"
     ):
-        vllm_config.scheduler_config.scheduler_cls = "oss_fused.plugin.scheduler.make_scheduler"
+        return
+    scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = "oss_fused.plugin.scheduler.make_scheduler"
+    chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
+    # with drafts vLLM adds sizes of its own, unless the largest one is given
+    if chosen == (None, None) and vllm_config.speculative_config is None:
+        graphs.max_cudagraph_capture_size = min(GRAPH_TOKENS, scheduler.max_num_batched_tokens)
 
 
 def _add_to_settings(architecture: str, change: Callable[[VllmConfig], None]) -> None:

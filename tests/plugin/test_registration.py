@@ -11,7 +11,7 @@ import pytest
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
 from oss_fused.plugin import compat, fingerprint
-from oss_fused.plugin.registration import MODEL_CLASSES, register_all
+from oss_fused.plugin.registration import MODEL_CLASSES, register_all, shorten_steps
 
 
 def test_register_is_idempotent_and_known_to_vllm():
@@ -117,3 +117,29 @@ def test_refuses_other_quantised_checkpoints():
 
     with pytest.raises(SchemeError, match="gptq"):
         OssFp8Config.override_quantization_method({"quant_method": "gptq"}, "oss_fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "largest"),
+    [
+        ({}, {}, 1024),
+        ({"max_num_batched_tokens": 300}, {}, 300),
+        ({}, {"max_cudagraph_capture_size": 64}, 64),
+        ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
+        ({"speculative_config": object()}, {}, None),
+        ({"quantization": "fp8"}, {}, None),
+    ],
+    ids=["default", "small steps", "the user's", "the user's sizes", "drafts", "not ours"],
+)
+def test_graphs_of_larger_steps(changes, graphs, largest):
+    sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=changes.get("quantization", "oss_fp8")),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=None, max_num_batched_tokens=changes.get("max_num_batched_tokens", 8192)
+        ),
+        compilation_config=SimpleNamespace(**sizes),
+        speculative_config=changes.get("speculative_config"),
+    )
+    shorten_steps(config)
+    assert config.compilation_config.max_cudagraph_capture_size == largest

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from oss_fused.plugin.registration import choose_scheduler
+from oss_fused.plugin.registration import shorten_steps
 from oss_fused.plugin.scheduler import StepKVCacheManager, make_scheduler, shorten
 from tests.plugin.conftest import build
 
@@ -167,5 +167,5 @@ def test_chosen_only_where_the_model_is_ours(options, step, chosen, folder, monk
     config = vllm_config(folder, **options)
     assert config.scheduler_config.scheduler_cls == chosen
     assert config.structured_outputs_config.reasoning_parser == "openai_gptoss", "vLLM's settings"
-    choose_scheduler(config)
+    shorten_steps(config)
     assert config.scheduler_config.scheduler_cls == chosen
