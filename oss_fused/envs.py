@@ -50,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_STEP": Variable(
         "short",
         ("short", "vllm"),
-        "host side of a step: shorter (plugin/model_state.py, scheduler.py, larger graphs) or vLLM's",
+        "host side of a step: shorter (model_state.py, scheduler.py, larger graphs), or vLLM's",
     ),
     "OSS_FUSED_MONITOR": Variable(
         "0",

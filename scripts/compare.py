@@ -12,7 +12,8 @@ Writes results.json (every run, environment, settings), report.md, chart.png and
 all of them or none. Servers are stopped whatever happens. On a GPU, one start-up instead of
 several: --rounds 1 --repeats 3 --together --serve-flags="--cudagraph-capture-sizes 1 2 4 8 16 32".
 
-Exit codes: 0 compared, 1 a server failed, 2 bad arguments.
+Exit codes: 0 compared, 1 a server failed, 2 bad arguments, 130 stopped by a signal (what all arms
+had measured by then is written).
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def main() -> int:
         return 130
     print(report.markdown(results, chart=None), file=sys.stderr)
     print(f"wrote {folder}/report.md, results.json, chart.png", file=sys.stderr)
+    if "stopped" in results and not args.render:
+        print(f"compare: stopped early by {results['stopped']}; servers ended", file=sys.stderr)
+        return 130
     return 0
 
 

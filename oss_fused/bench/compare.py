@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from oss_fused.bench.load import CLIENT, Cell, LoadClient
+from oss_fused.bench.processes import Terminated
 from oss_fused.bench.server import VLLM_SERVE, Server, check_port, free_port
 
 QUESTION = "What is the capital of France?"
@@ -192,14 +193,34 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
     Returns:
         "arms" (name -> command, model, figures of its memory, chat, start-up times) and
         "measurements": one dict per arm, cell, round and repeat, with the figures under "figures".
+        Where a signal ended it, what all arms had measured by then, and the signal as "stopped".
 
     Raises:
+        KeyboardInterrupt, Terminated: before all arms had measured anything.
         ServerError: a port is taken, a server does not start or dies, or requests fail.
     """
     ports = [plan.port + i if plan.port is not None else free_port() for i in range(len(plan.arms))]
     for port in ports:
         check_port(port)
     results: dict[str, Any] = {"arms": {}, "measurements": []}
+    try:
+        _measure(plan, ports, scratch, results)
+    except (KeyboardInterrupt, Terminated) as signal:
+        results["measurements"] = _compared(results["measurements"], len(plan.arms))
+        if not results["measurements"]:
+            raise
+        results["stopped"] = type(signal).__name__
+    return results
+
+
+def _compared(measurements: Sequence[dict[str, Any]], arms: int) -> list[dict[str, Any]]:
+    """The measurements of loads that all arms had in the same round and repeat."""
+    names = ("round", "repeat", "concurrency", "input_len", "output_len")
+    keys = [tuple(row[name] for name in names) for row in measurements]
+    return [row for key, row in zip(keys, measurements) if keys.count(key) == arms]
+
+
+def _measure(plan: Plan, ports: Sequence[int], scratch: Path, results: dict[str, Any]) -> None:
     with LoadClient(scratch, plan.environment_of(None), plan.client_command) as client:
         for number in range(plan.rounds):
             groups = (
@@ -212,7 +233,6 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
                         for i in group
                     ]
                     _measure_group(plan, client, servers, number, results)
-    return results
 
 
 def _server(plan: Plan, arm: Arm, port: int, scratch: Path) -> Server:
@@ -245,6 +265,7 @@ def _measure_group(
         if "chat" not in arm:
             arm["chat"] = server.ask(QUESTION)
             plan.say(f"    {QUESTION} -> {arm['chat']['answer'].strip()[:100]!r}")
+        arm["memory"] |= server.log_figures()
     for repeat in range(plan.repeats):
         for position, cell in enumerate(plan.grid):
             # the same prompts for all arms; other ones for every measurement
@@ -273,7 +294,6 @@ def _measure_group(
                 )
     for server in servers:
         server.check("after the measurement")
-        results["arms"][server.name]["memory"] |= server.log_figures()
 
 
 def _describe(plan: Plan, server: Server) -> dict[str, Any]:

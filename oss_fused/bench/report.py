@@ -225,6 +225,8 @@ def _method(results: Mapping[str, Any]) -> str:
         f"of {settings['repeats']} repeat(s), {order}. A ratio compares runs of the same round on "
         "the same prompts. All runs, versions and settings are in results.json.\n"
     )
+    if "stopped" in results:
+        lines[0] += f"\nStopped early ({results['stopped']}): the runs that all arms had by then.\n"
     for name, arm in results["arms"].items():
         variables = [f"{key}={value}" for key, value in arm["environment"].items()]
         command = shlex.join([*variables, "vllm", *arm["command"][arm["command"].index("serve") :]])

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
 from oss_fused.bench import preflight
-from oss_fused.bench.preflight import FAIL, OK, SKIP, Check, guarded
+from oss_fused.bench.preflight import FAIL, OK, SKIP, WARN, Check, guarded
 from oss_fused.plugin.checkpoint import check_checkpoint
 from oss_fused.plugin.compat import check_vllm
 from oss_fused.quant.checkpoint.reader import CheckpointReader
@@ -65,6 +66,7 @@ def diagnose(options: Options) -> Iterator[Check]:
     yield guarded("device", lambda: preflight.check_device(options.device))
     yield guarded("operators", preflight.check_operators, "reinstall torch, triton, oss-fused")
     yield guarded("tiles", preflight.check_tiles)
+    yield guarded("nccl", _check_nccl)
     if options.model is None:
         yield Check("checkpoint", SKIP, "no MODEL given")
         return
@@ -94,6 +96,22 @@ def table(checks: Sequence[Check]) -> str:
 def _check_vllm() -> Check:
     check_vllm()
     return Check("vllm", OK, "a release that this plugin knows")
+
+
+def _check_nccl() -> Check:
+    """vLLM says nothing where it gives NCCL up; torch's own use of NCCL goes on."""
+    if torch.cuda.device_count() < 2:
+        return Check("nccl", SKIP, "fewer than two GPUs")
+    try:
+        return Check("nccl", OK, NCCLLibrary().ncclGetVersion())
+    except Exception as error:
+        return Check(
+            "nccl",
+            WARN,
+            f"vLLM will not use it: {error}",
+            "install the release that vLLM asks for, or name its file in VLLM_NCCL_SO_PATH; "
+            "without it data parallelism of models with experts ends in an assertion",
+        )
 
 
 def _describe(reader: CheckpointReader) -> Check:

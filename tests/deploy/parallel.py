@@ -8,9 +8,9 @@
 Each layout runs in processes of its own and continues a few prompts greedily. Without --model it
 is a small random MXFP4 gpt-oss, and every token and its log-probability are also compared with
 transformers' model, rounded alike. Where a layout fails on a CPU, vLLM's own bf16 model is run in
-it too: does it fail as well? Data parallelism of experts needs two operations that vLLM's CPU
-build lacks: cpu_gather.py adds them there. What a layout's processes say is in REPORT-LAYOUT.log.
-Exit codes: 0 all agree, 1 otherwise.
+it too: does it fail as well? Data and pipeline parallelism need what vLLM's CPU build lacks:
+cpu_parallel.py adds it there. What a layout's processes say is in REPORT-LAYOUT.log. Exit codes:
+0 all agree, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oss_fused.bench.compare import CPU_ENVIRONMENT
 from oss_fused.bench.environment import fingerprint, has_gpu
 from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.server import free_port
-from tests.deploy import cpu_gather
+from tests.deploy import cpu_parallel
 from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4
 
@@ -80,8 +80,8 @@ def run(
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         environment |= {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(ranks) as pool, tempfile.TemporaryDirectory() as plugins:
-        if ranks > 1 and not has_gpu():
-            path = [cpu_gather.offer(Path(plugins)), environment["PYTHONPATH"]]
+        if not has_gpu():
+            path = [cpu_parallel.offer(Path(plugins)), environment["PYTHONPATH"]]
             environment["PYTHONPATH"] = os.pathsep.join(path)
         results = [
             pool.submit(
@@ -190,24 +190,20 @@ def from_reference(answers: list[Answer], plain: Path, alone: bool) -> dict[str,
 
 
 def judge(
-    answers: dict[str, list[Answer] | str], plain: Path | None, model: Path
-) -> dict[str, dict[str, Any]]:
-    """What to report of each layout."""
-    report: dict[str, dict[str, Any]] = {}
-    single = answers.get("tp1")
-    for name, answer in answers.items():
-        if isinstance(answer, str):
-            report[name] = {"error": answer}
-            if plain and not has_gpu():
-                stock = run(plain, {"quantization": None, **LAYOUTS[name]})
-                report[name]["vllm_alone"] = stock if isinstance(stock, str) else "runs"
-            continue
-        report[name] = {}
-        if plain:
-            report[name]["reference"] = from_reference(answer, plain, not LAYOUTS[name])
-        if name != "tp1" and isinstance(single, list):
-            report[name]["tp1"] = from_one_rank(answer, single)
-    return report
+    name: str, answer: list[Answer] | str, single: list[Answer] | str | None, plain: Path | None
+) -> dict[str, Any]:
+    """What to report of a layout; ``single``: what one rank answered, if it did."""
+    if isinstance(answer, str):
+        if not plain or has_gpu():
+            return {"error": answer}
+        stock = run(plain, {"quantization": None, **LAYOUTS[name]})
+        return {"error": answer, "vllm_alone": stock if isinstance(stock, str) else "runs"}
+    entry: dict[str, Any] = {"tokens": [tokens for tokens, _ in answer]}
+    if plain:
+        entry["reference"] = from_reference(answer, plain, not LAYOUTS[name])
+    if name != "tp1" and isinstance(single, list):
+        entry["tp1"] = from_one_rank(answer, single)
+    return entry
 
 
 def token_ids(model: Path, texts: Sequence[str]) -> list[list[int]]:
@@ -229,6 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--together", action="store_true", help="all layouts at once")
     parser.add_argument("--seconds", type=float, default=200, help="that a layout has")
     args = parser.parse_args(argv)
+    # the others are compared with it
+    args.layouts.sort(key="tp1".__ne__)
     try:
         writable(args.report)
     except OSError as error:
@@ -246,17 +244,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         def one(name: str) -> list[Answer] | str:
             options = {"quantization": "oss_fp8", **LAYOUTS[name]}
             log = args.report.with_name(f"{args.report.stem}-{name}.log")
-            answer = run(model, options, prompts, args.seconds, log)
-            print(name, answer if isinstance(answer, str) else "answers", flush=True)
-            return answer
+            return run(model, options, prompts, args.seconds, log)
 
+        head = {"kind": "oss_fused.parallel", "environment": fingerprint(), "model": model.name}
+        answers: dict[str, list[Answer] | str] = {}
+        layouts: dict[str, dict[str, Any]] = {}
         with ThreadPoolExecutor(len(args.layouts) if args.together else 1) as pool:
-            answers = dict(zip(args.layouts, pool.map(one, args.layouts)))
-        layouts = judge(answers, plain, model)
-    for name, entry in layouts.items():
-        print(name, entry, flush=True)
-    head = {"kind": "oss_fused.parallel", "environment": fingerprint(), "model": model.name}
-    write_json(args.report, head | {"layouts": layouts})
+            for name, answer in zip(args.layouts, pool.map(one, args.layouts)):
+                answers[name] = answer
+                layouts[name] = judge(name, answer, answers.get("tp1"), plain)
+                print(name, {k: v for k, v in layouts[name].items() if k != "tokens"}, flush=True)
+                write_json(args.report, head | {"layouts": layouts})
     return 0 if all(map(_good, layouts.values())) else 1
 
 
@@ -264,7 +262,7 @@ def _good(entry: dict[str, Any]) -> bool:
     # what vLLM alone cannot do here is not ours to judge
     if "error" in entry:
         return entry.get("vllm_alone", "runs") != "runs"
-    return all(part["agrees"] for part in entry.values())
+    return all(entry[part]["agrees"] for part in ("reference", "tp1") if part in entry)
 
 
 if __name__ == "__main__":

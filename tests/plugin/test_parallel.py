@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Two ranks continue a text as one does: learned gpt-oss with MXFP4 experts, Llama with FP8 scales.
 
-vLLM's CPU build runs neither pipeline parallelism (KeyError in its model runner) nor experts under
-data parallelism (no all_gatherv): docs/scaling.md. tests/deploy/parallel.py runs them on GPUs.
+What vLLM's CPU build lacks for data and pipeline parallelism is in tests/deploy/cpu_parallel.py.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ def make(family, folder):
 
 @pytest.mark.skipif(
     "OSS_FUSED_LONG_TESTS" not in os.environ,
-    reason="over two minutes, which CI's twenty lack; OSS_FUSED_LONG_TESTS=1 runs it",
+    reason="some minutes, which CI's twenty lack; OSS_FUSED_LONG_TESTS=1 runs it",
 )
-@pytest.mark.parametrize("family,layouts", [("gpt_oss", ("tp2", "ep2")), ("llama", ("tp2",))])
+@pytest.mark.parametrize(
+    "family,layouts", [("gpt_oss", ("tp2", "ep2", "dp2_ep")), ("llama", ("tp2", "pp2"))]
+)
 def test_two_ranks_answer_as_one(family, layouts, tmp_path, engine):
     options = {"quantization": "oss_fp8"}
     folder = make(family, tmp_path / family)

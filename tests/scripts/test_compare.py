@@ -127,6 +127,29 @@ def test_server_that_dies_leaves_no_results(
     assert {path.name for path in tmp_path.iterdir()} == {"m"}
 
 
+@pytest.mark.parametrize(("after", "kept"), [(5, 2), (1, 0)])
+def test_a_signal_keeps_what_all_arms_have_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, kept: int
+) -> None:
+    calls = []
+    original = compare.LoadClient.run
+
+    def stopped(self: compare.LoadClient, *args: object, **options: object) -> object:
+        calls.append(args)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(compare.LoadClient, "run", stopped)
+    loads = ["--concurrency", "1", "2", "4", "--num-prompts", "2", "--together"]
+    assert run(*arms(tmp_path), *loads, "--output", str(tmp_path / "out")) == 130
+    assert (tmp_path / "out").exists() == bool(kept)
+    if kept:
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert [cell["concurrency"] for cell in results["cells"]] == [1, 2]
+        assert "Stopped early" in (tmp_path / "out" / "report.md").read_text()
+
+
 @pytest.mark.serve
 def test_real_round_trip_on_a_tiny_gpt_oss(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("gpt-oss", "tiny"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oss_fused.bench import preflight
+from oss_fused.plugin import doctor
 from tests.plugin.conftest import build, calibrate, edit, tensors_of
 
 GPU = torch.cuda.is_available()
@@ -53,6 +54,19 @@ def test_bad_arguments(arguments) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+
+
+def test_an_nccl_that_vllm_gives_up_is_seen(monkeypatch) -> None:
+    class Old:
+        def __init__(self):
+            raise AttributeError("undefined symbol: ncclCommSuspend")
+
+    assert doctor._check_nccl().status == ("skip" if torch.cuda.device_count() < 2 else "ok")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "NCCLLibrary", Old)
+    check = doctor._check_nccl()
+    assert check.status == "warn" and "ncclCommSuspend" in check.detail
+    assert "VLLM_NCCL_SO_PATH" in check.remedy
 
 
 def test_too_little_memory(monkeypatch) -> None:
