@@ -24,7 +24,9 @@ def steady(row: dict[str, Any]) -> bool:
 def condense(
     measurements: Sequence[dict[str, Any]], candidate: str, baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One dict per cell, in the order measured; measurements that are not ``steady`` left out.
+    """One dict per cell, in the order measured.
+
+    Measurements that are not ``steady`` are left out, unless a cell has no other of the arm.
 
     Args:
         measurements: as ``run`` returns them.
@@ -34,24 +36,23 @@ def condense(
     Returns:
         Per cell: "batch", "context", "steps", "arms": name -> {"ms": median over rounds of the
         rounds' medians, "min", "max" (of those medians), "p10", "p90" (of all samples),
-        "distinct"}, "baseline" (its name), "speedup" and its lowest and highest over the rounds
-        in which both arms were steady.
-
-    Raises:
-        ValueError: an arm was not steady in any round of a cell.
+        "distinct", "left_out" (measurements), "steady"}, "baseline" (its name), "speedup" and its
+        lowest and highest over the rounds that count for both arms.
     """
     cells: dict[Cell, dict[str, dict[int, dict[str, Any]]]] = {}
     for row in measurements:
         arms = cells.setdefault(Cell(row["batch"], row["context"], row["steps"]), {})
-        rounds = arms.setdefault(row["arm"], {})
-        if steady(row):
-            rounds[row["round"]] = row
+        arms.setdefault(row["arm"], {})[row["round"]] = row
     condensed = []
-    for cell, arms in cells.items():
-        for name, rounds in arms.items():
-            if not rounds:
-                raise ValueError(f"{name}, {cell.key}: expected a steady measurement, found none")
-        figures = {name: _figures(list(rounds.values())) for name, rounds in arms.items()}
+    for cell, measured in cells.items():
+        arms = {
+            name: {number: row for number, row in rounds.items() if steady(row)} or rounds
+            for name, rounds in measured.items()
+        }
+        figures = {
+            name: _figures(list(rounds.values())) | {"left_out": len(measured[name]) - len(rounds)}
+            for name, rounds in arms.items()
+        }
         best = min(baselines, key=lambda name: figures[name]["ms"])
         ratios = [
             statistics.median(arms[best][number]["ms"]) / statistics.median(ours["ms"])
@@ -80,6 +81,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "max": max(medians),
         "p10": samples[int(0.1 * (len(samples) - 1))],
         "p90": samples[int(0.9 * (len(samples) - 1))],
+        "steady": all(map(steady, rows)),
     }
     if "distinct" in rows[0]:
         figures["distinct"] = min(row["distinct"] for row in rows)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oss_fused.bench.decode_figures import steady
 from oss_fused.bench.decode_profile import GROUPS
 from oss_fused.bench.environment import describe
 from oss_fused.bench.report import table
@@ -36,7 +35,13 @@ def markdown(results: Mapping[str, Any]) -> str:
     arms, candidate = list(results["arms"]), settings["candidate"]
     measured = results["measurements"]
     rounds = 1 + max(row["round"] for row in measured)
-    left_out = sum(not steady(row) for row in measured)
+    figures = [
+        (f"{name}, batch {cell['batch']}, context {cell['context']}", arm)
+        for cell in results["cells"]
+        for name, arm in cell["arms"].items()
+    ]
+    left_out = sum(arm["left_out"] for _, arm in figures)
+    unsteady = [name for name, arm in figures if not arm["steady"]]
     method = (
         f"One process an arm, all engines up at once and measured in turn, each load in up to "
         f"{rounds} rounds. Milliseconds are medians over rounds, brackets the lowest and highest "
@@ -48,6 +53,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             f"took more than twice their median, or less than half (the process that reads the "
             f"tokens stood still)."
         )
+    if unsteady:
+        method += f" In no round free of that: {'; '.join(unsteady)}."
     parts = [
         f"# A decode step of {settings['model']}: {candidate} against stock",
         f"{describe(results['environment'])}.",
