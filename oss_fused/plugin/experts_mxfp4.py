@@ -25,8 +25,8 @@ from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
 # OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a batch from which on FP8 activations are taken, -1
-# none; "auto" keeps decode exact, and in prefill they cost 5 % of what the FP8 projections already
-# cost in KL (docs/moe.md)
+# none; "auto" keeps decode exact, and in prefill they add 5 % to the KL divergence that the FP8
+# projections have alone (docs/moe.md)
 _FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
 
 

@@ -23,7 +23,7 @@ MODEL_CLASSES = {
 }
 
 # tokens of the largest step that is replayed as CUDA graphs, as vLLM itself has it for gpt-oss.
-# Below, launching a prefill operator by operator takes longer than the kernels (docs/decode.md)
+# With graphs up to 512 only, Llama's first token comes later at 8 requests at once (docs/decode.md)
 GRAPH_TOKENS = 1024
 
 _registered = False
