@@ -4,7 +4,7 @@ BIN := .venv/bin
 # test processes: each starts engines that use every core, so that more of them gain little
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint format test-gpu clean
+.PHONY: help setup demo test lint format test-gpu mutants clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ test: setup lint  ## linters, types and every test that runs without a GPU
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(TESTS)
+
+mutants: setup  ## wrong changes that the tests must catch, one at a time (MUTANTS="--help" for options)
+	@$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -77,6 +77,8 @@ def thresholds(tmp_path):
 def test_thresholds_catch_a_slowdown_and_only_that(thresholds):
     reread = Thresholds(thresholds.path)
     assert all(r.verdict is RowVerdict.OK for r in reread.check(BASE))
+    lost = reread.check(results(*BASE["rows"][:3]))
+    assert [r.verdict for r in lost].count(RowVerdict.MISSING) == 1
     slow = copy.deepcopy(BASE)
     slow["rows"][0]["latency_ms"] = 1.11
     slow["rows"][1]["latency_ms"] = 2.1

@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Mutation test: apply small wrong changes one at a time and run the tests that must catch each.
+
+tests/mutants/*.toml lists the changes. Each is applied to a copy of the checkout; the working tree
+is never touched. The tests of a mutant run first on the unchanged copy, so that a test that is red
+anyway counts as broken, not as a catch. Mutants with `gpu = true` run only where there is a GPU.
+An interrupted run goes on where it stopped: results of unchanged sources are kept in --output.
+Exit codes: 0 every mutant was caught, 1 one survived or is broken, 2 bad input.
+
+    python scripts/mutants.py                         # all that this machine can run
+    python scripts/mutants.py --area kernels --gpu-only
+    python scripts/mutants.py --summary docs/results/h200/summary.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from oss_fused.bench.environment import fingerprint, has_gpu
+from oss_fused.bench.folder import write_json
+from oss_fused.bench.summary import merge_summary
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = {"name": str, "file": str, "old": str, "new": str, "tests": list, "gpu": bool}
+# what the sources of a result are: a change in them makes it stale
+SOURCES = ("oss_fused", "scripts", "tests", "deploy")
+# pytest's exit code for failed tests; the others say that the tests did not run
+TESTS_FAILED = 1
+
+
+class MutantError(ValueError):
+    """An entry of tests/mutants that cannot be applied."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong change and the tests that catch it."""
+
+    area: str
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    gpu: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run the mutants, return the exit code."""
+    args = parse(argv)
+    try:
+        mutants = load(ROOT / "tests" / "mutants")
+    except (MutantError, tomllib.TOMLDecodeError) as error:
+        print(f"mutants: {error}", file=sys.stderr)
+        return 2
+    chosen = [m for m in mutants if (not args.area or m.area in args.area)]
+    chosen = [m for m in chosen if not args.name or m.name in args.name]
+    if not chosen:
+        print(f"mutants: --area={args.area} --name={args.name}: no such mutant", file=sys.stderr)
+        return 2
+    gpu = has_gpu()
+    runnable = [m for m in chosen if (gpu if m.gpu else not args.gpu_only)]
+    before = json.loads(args.output.read_text()) if args.output.is_file() else {}
+    results = Results(args.output, before.get("mutants", {}), source_digest())
+    run_all(runnable, results, args.jobs, args.timeout)
+    return report(chosen, results, args)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--area", nargs="+", help="files of tests/mutants, without .toml (default: all)")
+    add("--name", nargs="+", help="mutants (default: all)")
+    add("--gpu-only", action="store_true", help="only those that need a GPU")
+    add("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    add("--timeout", type=int, default=600, help="seconds for one run of tests (default: 600)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("results/mutants.json"),
+        help="JSON of all results, read first and written after each mutant "
+        "(default: results/mutants.json)",
+    )
+    add("--summary", type=Path, help="summary.json to add tests.mutants* to, if all have run")
+    args = parser.parse_args(argv)
+    for name in ("jobs", "timeout"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: expected at least 1")
+    return args
+
+
+def load(folder: Path) -> list[Mutant]:
+    """The mutants of all files in ``folder``, checked against the sources of this checkout.
+
+    Raises:
+        MutantError: an entry has a wrong key, its text does not stand exactly once in its file, its
+            tests do not exist, or its name is taken.
+    """
+    mutants: dict[str, Mutant] = {}
+    for path in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(path.read_text()).get("mutant", []):
+            mutant = _read(path.stem, entry)
+            if mutant.name in mutants:
+                raise MutantError(f"{path.name}: name={mutant.name!r}: expected a name of its own")
+            mutants[mutant.name] = mutant
+    return list(mutants.values())
+
+
+def _read(area: str, entry: dict[str, Any]) -> Mutant:
+    where = f"{area}.toml: mutant {entry.get('name')!r}"
+    for key, value in entry.items():
+        if not isinstance(value, KEYS.get(key, ())):
+            raise MutantError(f"{where}: {key}={value!r}: expected the keys {', '.join(KEYS)}")
+    missing = KEYS.keys() - entry.keys() - {"gpu"}
+    if missing:
+        raise MutantError(f"{where}: no {', '.join(sorted(missing))}")
+    mutant = Mutant(area, **{**entry, "tests": tuple(entry["tests"])})
+    file = ROOT / mutant.file
+    count = file.read_text().count(mutant.old) if file.is_file() else 0
+    if count != 1 or mutant.old == mutant.new:
+        raise MutantError(
+            f"{where}: old={mutant.old!r} stands {count} times in {mutant.file}; expected once, "
+            f"and another text as new"
+        )
+    files = [test.split("::")[0] for test in mutant.tests if test.startswith("tests/")]
+    if not files or not all((ROOT / test).exists() for test in files):
+        raise MutantError(f"{where}: tests={list(mutant.tests)}: expected paths of tests first")
+    return mutant
+
+
+def source_digest() -> str:
+    """Digest of every tracked file that a mutant or its tests may read."""
+    digest = hashlib.sha256()
+    for name in tracked(SOURCES):
+        digest.update(name.encode())
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tracked(paths: Iterable[str] = ()) -> list[str]:
+    """Tracked files that exist; every file where the checkout has no git."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--", *paths], capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        names = done.stdout.split("\0")
+    else:
+        tops = [ROOT / path for path in paths] or [ROOT]
+        found = (str(file.relative_to(ROOT)) for top in tops for file in top.rglob("*"))
+        names = [name for name in found if not re.search(r"(^|/)(\.|__pycache__)", name)]
+    return sorted(name for name in names if name and (ROOT / name).is_file())
+
+
+class Results:
+    """What is known of each mutant, kept in a JSON file."""
+
+    def __init__(self, path: Path, known: dict[str, Any], sources: str) -> None:
+        """Keep those of ``known`` that were measured on the same ``sources``."""
+        self.path = path
+        self.sources = sources
+        self.mutants = {k: v for k, v in known.items() if v.get("sources") == sources}
+
+    def add(self, mutant: Mutant, outcome: str, seconds: float, tail: str) -> None:
+        """Record an outcome and write the file."""
+        entry = {
+            "area": mutant.area,
+            "file": mutant.file,
+            "gpu": mutant.gpu,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "sources": self.sources,
+        }
+        if outcome != "caught":
+            entry["output"] = tail
+        self.mutants[mutant.name] = entry
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        ordered = dict(sorted(self.mutants.items()))
+        write_json(self.path, {"environment": fingerprint(), "mutants": ordered})
+
+
+def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int) -> None:
+    """Run what ``results`` does not know, ``jobs`` at a time, each job in a copy of its own."""
+    todo = [mutant for mutant in mutants if mutant.name not in results.mutants]
+    print(f"{len(mutants)} mutants, {len(todo)} to run", file=sys.stderr)
+    if not todo:
+        return
+    with tempfile.TemporaryDirectory(prefix="oss-fused-mutants-") as folder:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for i in range(jobs):
+            copies.put(_copy(Path(folder) / str(i)))
+
+        def in_copy(mutant: Mutant) -> tuple[Mutant, str, float, str]:
+            copy = copies.get()
+            try:
+                return mutant, *run_one(mutant, copy, timeout)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for i, (mutant, *outcome) in enumerate(pool.map(in_copy, todo), 1):
+                results.add(mutant, *outcome)
+                line = f"[{i}/{len(todo)}] {outcome[0]:8} {outcome[1]:6.1f} s  {mutant.name}"
+                print(line, file=sys.stderr, flush=True)
+
+
+def _copy(folder: Path) -> Path:
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run_one(mutant: Mutant, copy: Path, timeout: int) -> tuple[str, float, str]:
+    """Outcome (caught, survived, broken), seconds and the end of the output of one mutant."""
+    began = time.monotonic()
+    code, tail = pytest(mutant.tests, copy, timeout)
+    if code != 0:
+        return "broken", time.monotonic() - began, f"red without the change:\n{tail}"
+    file = copy / mutant.file
+    right = file.read_text()
+    try:
+        file.write_text(right.replace(mutant.old, mutant.new))
+        code, tail = pytest(mutant.tests, copy, timeout)
+    finally:
+        file.write_text(right)
+    outcome = {0: "survived", TESTS_FAILED: "caught"}.get(code, "broken")
+    if outcome == "caught" and not re.search(r"^FAILED ", tail, re.MULTILINE):
+        outcome = "broken"  # an error in a fixture or while collecting is no failed test
+    return outcome, time.monotonic() - began, tail
+
+
+def pytest(tests: Sequence[str], copy: Path, timeout: int) -> tuple[int, str]:
+    """Exit code and the end of the output of ``tests`` in ``copy``; a hang counts as a failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # no byte code: a mutant of the same size, written in the same second, would run the old one
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return TESTS_FAILED, f"FAILED no end after {timeout} s"
+    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
+
+
+def report(chosen: Sequence[Mutant], results: Results, args: argparse.Namespace) -> int:
+    """Print what survived; returns the exit code."""
+    known = {m.name: results.mutants[m.name] for m in chosen if m.name in results.mutants}
+    bad = {name: entry for name, entry in known.items() if entry["outcome"] != "caught"}
+    for name, entry in bad.items():
+        print(f"\n{entry['outcome']}: {name} ({entry['file']})\n{entry['output']}")
+    left = [m.name for m in chosen if m.name not in known]
+    if left:
+        print(f"\nneed a GPU, not run: {', '.join(left)}")
+    caught = len(known) - len(bad)
+    print(f"\n{len(chosen)} mutants: {caught} caught, {len(bad)} not, {len(left)} not run")
+    if args.summary and left:
+        print("mutants: --summary: not written, not every mutant has run", file=sys.stderr)
+    elif args.summary:
+        survived = sum(entry["outcome"] == "survived" for entry in bad.values())
+        figures = {"tests.mutants": len(known), "tests.mutants_survived": survived}
+        merge_summary(args.summary, figures, args.output)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""scripts/mutants.py: every listed change applies, and outcomes are told apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SPEC = importlib.util.spec_from_file_location(
+    "mutants", Path(__file__).resolve().parents[2] / "scripts" / "mutants.py"
+)
+mutants = sys.modules["mutants"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(mutants)
+
+
+def test_listed_mutants_apply() -> None:
+    """Each text stands once in its file, each test file exists, each name is unique."""
+    assert mutants.load(mutants.ROOT / "tests" / "mutants")
+
+
+def write(folder: Path, **changes: object) -> Path:
+    entry = {
+        "name": "one",
+        "file": "tests/data/prose.txt",
+        "old": "a text that stands nowhere",
+        "new": "x",
+        "tests": ["tests/test_specs.py"],
+        **changes,
+    }
+    lines = [f"{key} = {value!r}" for key, value in entry.items() if value is not None]
+    (folder / "area.toml").write_text("[[mutant]]\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "stands 0 times"),
+        ({"file": "no/such/file"}, "stands 0 times in no/such/file"),
+        ({"old": None}, "no old"),
+        ({"extra": "x"}, "extra='x'"),
+        ({"tests": ["-k", "x"], "file": "Makefile", "old": ".PHONY"}, "expected paths of tests"),
+        (
+            {"tests": ["tests/nowhere.py"], "file": "Makefile", "old": ".PHONY"},
+            "expected paths of tests",
+        ),
+    ],
+)
+def test_a_bad_entry_is_named(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(mutants.MutantError, match=message):
+        mutants.load(write(tmp_path, **changes))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    (tmp_path / "module.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "import module\n\n"
+        "def test_right():\n    assert module.double(3) == 6\n\n"
+        "def test_blind():\n    assert module.double(0) == 0\n\n"
+        "def test_red():\n    assert False\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("test", "new", "outcome"),
+    [
+        ("test_right", "3 * x", "caught"),
+        ("test_blind", "3 * x", "survived"),
+        ("test_red", "3 * x", "broken"),
+        ("test_right", "2 *", "broken"),  # not Python: the test does not run
+        ("test_nowhere", "3 * x", "broken"),
+    ],
+)
+def test_outcomes(copy: Path, test: str, new: str, outcome: str) -> None:
+    mutant = mutants.Mutant("a", "m", "module.py", "2 * x", new, ("tests/test_it.py", "-k", test))
+    assert mutants.run_one(mutant, copy, timeout=60)[0] == outcome
+    assert "2 * x" in (copy / "module.py").read_text()
+
+
+def test_results_of_other_sources_are_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    mutant = mutants.Mutant("a", "m", "f", "o", "n", ("tests/x",))
+    mutants.Results(path, {}, "old").add(mutant, "caught", 1.0, "")
+    known = mutants.json.loads(path.read_text())["mutants"]
+    assert mutants.Results(path, known, "old").mutants
+    assert not mutants.Results(path, known, "new").mutants
