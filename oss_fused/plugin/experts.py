@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""``OssFp8MoEMethod``: experts with FP8 weights, and MXFP4 ones where vLLM has no kernel.
+"""``OssFp8MoEMethod``: experts with FP8 weights.
 
-On a GPU FP8 experts run in ``torch.ops.oss_fused.moe_fp8``, or in vLLM's Triton grouped GEMM
-(a scale per output row and per token) where ours does not apply; on a CPU, both kinds in PyTorch,
-with the same quantisation of weights and activations.
+On a GPU they run in ``torch.ops.oss_fused.moe_fp8``, or in vLLM's Triton grouped GEMM (a scale per
+output row and per token) where ours does not apply; on every CPU in the reference's arithmetic.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ from vllm.platforms import current_platform
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
 from oss_fused.kernels.moe_config import fp8_variant
-from oss_fused.plugin.checks import MISSING, check_finite, check_mxfp4_scale
-from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
-from oss_fused.plugin.experts_reference import route, run_experts
+from oss_fused.plugin.checks import MISSING, check_finite
+from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.plugin.experts_reference import route_and_run, run_routed
 from oss_fused.plugin.patterns import spellings
-from oss_fused.plugin.settings import ExpertsLayout
 from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
-from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 FP8 = torch.float8_e4m3fn
 
@@ -47,7 +44,6 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
     def __init__(
         self,
         moe: FusedMoEConfig,
-        layout: ExpertsLayout,
         prefix: str,
         online: bool = False,
         routes: bool = True,
@@ -57,14 +53,12 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
 
         Args:
             moe: vLLM's description of the layer.
-            layout: "fp8" or "mxfp4".
             prefix: the layer's name, for errors.
             online: the checkpoint has bf16 weights, to be quantised to FP8 after loading.
             routes: the layer's routing is a softmax and the largest top_k, as ours.
             ours: run in our kernel on a GPU; needs ``routes``.
         """
         super().__init__(moe)
-        self.layout = layout
         self.prefix = prefix
         self.online = online
         self.on_cpu = current_platform.is_cpu()
@@ -76,13 +70,6 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
     def is_monolithic(self) -> bool:
         """Whether routing happens in here; vLLM's kernel takes routed tokens."""
         return self.ours or (self.on_cpu and self.routes)
-
-    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """MXFP4 shards end at whole blocks."""
-        hidden, intermediate = super().maybe_roundup_sizes(*args, **kwargs)
-        if self.layout == "mxfp4":
-            intermediate = -(-intermediate // MXFP4_BLOCK) * MXFP4_BLOCK
-        return hidden, intermediate
 
     def create_weights(
         self,
@@ -97,8 +84,8 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
         if isinstance(layer, GptOssRoutedExperts):
-            layout = "bf16" if self.online else self.layout
-            extra["weight_loader"] = ExpertsLoader(layer, layout).load
+            loader = ExpertsLoader(layer, "bf16" if self.online else "fp8")
+            extra["weight_loader"] = loader.load
         else:
             # vLLM's own loader takes gates and ups one by one, and must know what a scale is of
             extra["quant_method"] = FusedMoeWeightScaleSupported.CHANNEL.value
@@ -114,9 +101,6 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             n, k = rows[name], columns[name]
             if self.online:
                 register(f"{name}_weight", (n, k), params_dtype)
-            elif self.layout == "mxfp4":
-                register(f"{name}_weight", (n, k // 2), torch.uint8)
-                register(f"{name}_weight_scale", (n, k // MXFP4_BLOCK), torch.uint8)
             else:
                 register(f"{name}_weight", (n, k), FP8)
                 scale = register(f"{name}_weight_scale", (n, 1), torch.float32)
@@ -135,16 +119,11 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"
             if self.online:
                 self._quantize(layer, weight, scale)
-            if self.layout == "fp8":
-                self._check(layer, scale)
-                if name == "w13" and not isinstance(layer, GptOssRoutedExperts):
-                    self._interleave(layer, weight, scale)
-                if self.on_cpu:
-                    replace_parameter(layer, weight, getattr(layer, weight).data.float())
-            else:
-                blocks = getattr(layer, weight).data.unflatten(-1, (-1, MXFP4_BLOCK // 2))
-                check_mxfp4_scale(f"{self.prefix}.{scale}", getattr(layer, scale).data)
-                dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
+            self._check(layer, scale)
+            if name == "w13" and not isinstance(layer, GptOssRoutedExperts):
+                self._interleave(layer, weight, scale)
+            if self.on_cpu:
+                dense = getattr(layer, weight).data.float().mul_(getattr(layer, scale).data)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
         if self.ours:
@@ -180,8 +159,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """Route and run the experts; x [T, H], router_logits [T, E] -> [T, H]."""
         if self.on_cpu:
-            weights, ids = route(router_logits, layer.top_k, layer.renormalize)
-            return self._run_in_pytorch(layer, x, weights, ids)
+            return route_and_run(layer, x, router_logits, "rows")
         return torch.ops.oss_fused.moe_fp8(
             x,
             router_logits,
@@ -206,9 +184,9 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run tokens that vLLM routed: in its grouped GEMM, on a CPU in PyTorch."""
+        """Run tokens that vLLM routed: in its grouped GEMM, on a CPU in the reference."""
         if self.on_cpu:
-            return self._run_in_pytorch(layer, x, topk_weights, topk_ids)
+            return run_routed(layer, x, topk_weights, topk_ids, "rows")
         assert self.moe_kernel is not None
         return self.moe_kernel.apply(
             hidden_states=x,
@@ -222,24 +200,6 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             expert_map=layer.expert_map,
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
-        )
-
-    def _run_in_pytorch(
-        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> torch.Tensor:
-        if layer.expert_map is not None:
-            ids = layer.expert_map[ids.long()]
-        return run_experts(
-            x,
-            weights,
-            ids,
-            layer.w13_weight,
-            getattr(layer, "w13_weight_scale", None),
-            getattr(layer, "w13_bias", None),
-            layer.w2_weight,
-            getattr(layer, "w2_weight_scale", None),
-            getattr(layer, "w2_bias", None),
-            layer.activation.value,
         )
 
     def _build_kernel(self, layer: RoutedExperts) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""``OssMxfp4MoEMethod``: gpt-oss experts in MXFP4 through ``torch.ops.oss_fused.moe_mxfp4``."""
+"""``OssMxfp4MoEMethod``: gpt-oss experts in MXFP4 through ``torch.ops.oss_fused.moe_mxfp4``, on
+every CPU in the reference's arithmetic."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ from vllm.model_executor.layers.fused_moe import (
     RoutedExperts,
 )
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 from oss_fused.kernels.moe_config import mxfp4_variant
+from oss_fused.kernels.reference.moe import uses_fp8_activations
 from oss_fused.plugin.checks import check_mxfp4_scale
 from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
+from oss_fused.plugin.experts_reference import route_and_run
 from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
+from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
@@ -37,6 +42,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         """Make the method of one layer; ``prefix`` is its name, for errors."""
         super().__init__(moe)
         self.prefix = prefix
+        self.on_cpu = current_platform.is_cpu()
         self.max_tokens = max_routed_tokens(moe)
         self.fp8_min_tokens = _FP8_MIN_TOKENS[envs.get("OSS_FUSED_EXPERT_ACTIVATIONS")]
 
@@ -46,9 +52,10 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         return True
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Whole row groups of w2, whole blocks of the rank's share of w13."""
+        """Whole blocks of the rank's share of w13; for the kernels, whole row groups of w2."""
         hidden, intermediate = super().maybe_roundup_sizes(*args, **kwargs)
-        return _round_up(hidden, _ROW_GROUP), _round_up(intermediate, MXFP4_BLOCK)
+        rows = 1 if self.on_cpu else _ROW_GROUP
+        return _round_up(hidden, rows), _round_up(intermediate, MXFP4_BLOCK)
 
     def create_weights(
         self,
@@ -74,14 +81,20 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, extra)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Pack the weights as the kernels read them.
+        """Pack the weights as the kernels read them; on a CPU unpack them.
 
         Raises:
             CheckpointError: a block scale is NaN.
         """
+        check_block_scales(layer, self.prefix)
         for name in ("w13", "w2"):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"
-            check_mxfp4_scale(f"{self.prefix}.{scale}", getattr(layer, scale).data)
+            if self.on_cpu:
+                blocks = getattr(layer, weight).data.unflatten(-1, (-1, MXFP4_BLOCK // 2))
+                dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
+                replace_parameter(layer, weight, dense)
+                delattr(layer, scale)
+                continue
             packed = torch.ops.oss_fused.moe_repack_mxfp4(
                 getattr(layer, weight).data, getattr(layer, scale).data, name == "w13"
             )
@@ -111,6 +124,10 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, H], router_logits [T, E] -> [T, H], this rank's share of the sum."""
+        if self.on_cpu:
+            activation = layer.activation.value
+            fp8 = uses_fp8_activations(x.shape[0], activation, self.fp8_min_tokens)
+            return route_and_run(layer, x, router_logits, "static" if fp8 else "keep")
         return torch.ops.oss_fused.moe_mxfp4(
             x,
             router_logits,
@@ -126,6 +143,16 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             "swigluoai",
             self.fp8_min_tokens,
         )
+
+
+def check_block_scales(layer: RoutedExperts, prefix: str) -> None:
+    """Refuse NaN block scales of a layer as its checkpoint has them, whoever runs it.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        check_mxfp4_scale(f"{prefix}.{name}", getattr(layer, name).data)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -1,94 +1,82 @@
 # SPDX-License-Identifier: MIT
-"""Experts in PyTorch, for serving on a CPU.
+"""Experts on a CPU: the arithmetic of the reference twins on weights that are unpacked once.
 
-One opaque operator: which expert gets which tokens depends on the data, and torch.compile
-cannot trace that.
+The operators ``moe_mxfp4`` and ``moe_fp8`` unpack the weights of every expert in every call, which
+costs a hundred times the product of one token. No kernel of vLLM's takes part: what a CPU computes
+is what a GPU computes, whatever the processor can do.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
-
-# constants of gpt-oss's clamped SwiGLU, as in its modelling code
-ALPHA = 1.702
-LIMIT = 7.0
+from oss_fused.kernels.reference import moe
 
 
-def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, top_k] float32 and expert ids [T, top_k] of router logits [T, E]."""
-    probabilities = torch.softmax(logits.float(), -1)
-    weights, ids = torch.topk(probabilities, top_k, dim=-1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids
-
-
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Activation of [T, 2I], which alternates gate and up: "silu" or gpt-oss's "swigluoai"."""
-    gate, up = gate_up[..., 0::2].float(), gate_up[..., 1::2].float()
-    if activation == "silu":
-        return (F.silu(gate) * up).to(gate_up.dtype)
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    return ((up + 1) * gate * torch.sigmoid(ALPHA * gate)).to(gate_up.dtype)
-
-
+# opaque: which expert gets which tokens depends on the data, and torch.compile cannot trace that
 @torch.library.custom_op("oss_fused::run_experts", mutates_args=())
-def run_experts(
+def _run_experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     w13: torch.Tensor,
-    w13_scale: torch.Tensor | None,
     w13_bias: torch.Tensor | None,
     w2: torch.Tensor,
-    w2_scale: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
     activation: str,
+    rounding: str,
 ) -> torch.Tensor:
-    """Weighted sum of the experts' outputs.
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return w13[expert].float(), w2[expert].float()
 
-    Args:
-        x: [T, H].
-        topk_weights: [T, top_k] float32.
-        topk_ids: [T, top_k]; negative for experts of other ranks.
-        w13: [E, 2I, H] in x's dtype, or FP8 codes (float8_e4m3fn or their values in float32).
-        w13_scale: [E, 2I, 1] float32 with FP8 codes, else None.
-        w13_bias: [E, 2I] or None.
-        w2: [E, H, I], like w13.
-        w2_scale: [E, H, 1] or None.
-        w2_bias: [E, H] or None.
-        activation: "silu" or "swigluoai".
-
-    Returns:
-        [T, H] in x's dtype, summed in float32.
-    """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(w13.shape[0]):
-        tokens, slots = torch.where(topk_ids == expert)
-        if not tokens.numel():
-            continue
-        hidden = _linear(x[tokens], w13, w13_scale, w13_bias, expert)
-        down = _linear(gated(hidden, activation), w2, w2_scale, w2_bias, expert)
-        out.index_add_(0, tokens, down.float() * topk_weights[tokens, slots].unsqueeze(-1))
-    return out.to(x.dtype)
+    biases = (w13_bias, w2_bias)
+    return moe.run_experts(x, topk_weights, topk_ids, weights, biases, activation, rounding)
 
 
-@run_experts.register_fake
+@_run_experts.register_fake
 def _(x: torch.Tensor, *args: torch.Tensor | str | None) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _linear(
+def run_routed(
+    layer: RoutedExperts,
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    biases: torch.Tensor | None,
-    expert: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rounding: str,
 ) -> torch.Tensor:
-    bias = None if biases is None else biases[expert]
-    if scale is None:
-        return F.linear(x, weight[expert], bias)
-    return torch.ops.oss_fused.fp8_linear(x, weight[expert], scale[expert], None, bias)
+    """Run a layer's experts on tokens that are routed already.
+
+    Args:
+        layer: with dense w13_weight [E, 2I, H] (rows gate, up, gate, up) and w2_weight [E, H, I].
+        x: [T, H].
+        topk_weights: [T, top_k] float32.
+        topk_ids: [T, top_k], of all ranks' experts.
+        rounding: of activations, see ``kernels.reference.moe.run_experts``.
+
+    Returns:
+        [T, H], this rank's share of the sum.
+    """
+    if layer.expert_map is not None:
+        topk_ids = layer.expert_map[topk_ids.long()]
+    return _run_experts(
+        x,
+        topk_weights,
+        topk_ids,
+        layer.w13_weight,
+        getattr(layer, "w13_bias", None),
+        layer.w2_weight,
+        getattr(layer, "w2_bias", None),
+        layer.activation.value,
+        rounding,
+    )
+
+
+def route_and_run(
+    layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, rounding: str
+) -> torch.Tensor:
+    """As ``run_routed``, with router_logits [T, E] of all ranks' experts."""
+    weights, ids = torch.ops.oss_fused.moe_route(router_logits, layer.top_k, layer.renormalize)
+    return run_routed(layer, x, weights, ids, rounding)

@@ -3,8 +3,8 @@
 
 MXFP4 and FP8 experts run in our kernels or in vLLM's (OSS_FUSED_EXPERTS; naming a
 ``--moe-backend`` takes vLLM's), bf16 experts in vLLM's; those of gpt-oss are loaded by a loader
-of ours. A CPU without AMX has no MXFP4 kernel of vLLM's: there OssFp8MoEMethod runs them
-in PyTorch.
+of ours. On a CPU ours are the reference twins, taken whatever kernels vLLM has for that processor:
+what a checkpoint computes does not hang on where it is served.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.kernels.moe_config import router_part
 from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
-from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
-from oss_fused.plugin.settings import ExpertsLayout, Settings
+from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod, check_block_scales
+from oss_fused.plugin.settings import Settings
 from oss_fused.plugin.warmup import warm_batches
 
 # gated activations that FP8 experts may have
@@ -42,12 +42,37 @@ _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
 
 
 class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
-    """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader."""
+    """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader and checked as ours."""
+
+    def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors.
+
+        Raises:
+            BackendUnavailableError: vLLM has no kernel for this machine.
+        """
+        self.prefix = prefix
+        try:
+            super().__init__(moe)
+        except (NotImplementedError, ValueError) as error:
+            raise BackendUnavailableError(
+                f"{prefix!r}: vLLM has no MXFP4 expert kernel that runs here with "
+                f"--moe-backend {moe.moe_backend} ({error}); expected OSS_FUSED_EXPERTS=auto and "
+                f"no --moe-backend"
+            ) from error
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
         """Register the parameters of vLLM's method with our loader."""
         extra["weight_loader"] = ExpertsLoader(layer, "mxfp4").load
         super().create_weights(layer, *args, **extra)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Check the block scales, then bring the weights into vLLM's form.
+
+        Raises:
+            CheckpointError: a block scale is NaN.
+        """
+        check_block_scales(layer, self.prefix)
+        super().process_weights_after_loading(layer)
 
 
 class VllmBf16MoEMethod(UnquantizedFusedMoEMethod):
@@ -105,7 +130,15 @@ def _fp8_method(layer: RoutedExperts, prefix: str, online: bool) -> FusedMoEMeth
     routes = _routes_like_ours(layer)
     if not routes:
         refusal = refusal or "a routing other than softmax and top-k"
-    return _ours(moe, "fp8", prefix, online, routes, ours=_takes_ours("FP8", refusal))
+    ours = _takes_ours("FP8", moe, refusal)
+    if current_platform.is_cpu():
+        if not ours:
+            raise BackendUnavailableError(
+                f"{prefix!r}: vLLM has no kernel on a CPU for FP8 experts with a scale per row; "
+                f"expected OSS_FUSED_EXPERTS=auto and no --moe-backend"
+            )
+        _refuse_lora(moe, "fp8", prefix)
+    return OssFp8MoEMethod(moe, prefix, online, routes, ours)
 
 
 def _routes_like_ours(layer: RoutedExperts) -> bool:
@@ -127,8 +160,10 @@ def _shape_refusal(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-def _takes_ours(kind: str, refusal: str | None) -> bool:
+def _takes_ours(kind: str, moe: FusedMoEConfig, refusal: str | None) -> bool:
     """Whether a layer runs in our kernel of that kind; ``refusal``: why it cannot, or None.
+
+    On a CPU it does unless vLLM's is asked for, whatever vLLM has for that processor.
 
     Raises:
         BackendUnavailableError: OSS_FUSED_EXPERTS=oss asks for a kernel that cannot run it.
@@ -139,15 +174,16 @@ def _takes_ours(kind: str, refusal: str | None) -> bool:
             f"OSS_FUSED_EXPERTS=oss: our {kind} expert kernel does not run with {refusal}; "
             f"expected auto or vllm"
         )
+    if current_platform.is_cpu():
+        return choice != "vllm" and moe.moe_backend == "auto"
     return choice == "oss" or (choice == "auto" and _ours_is_faster() and not refusal)
 
 
 def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
-    if _takes_ours("MXFP4", _kernel_refusal(moe)):
-        return OssMxfp4MoEMethod(moe, prefix)
-    if current_platform.is_cpu() and not torch.cpu._is_amx_tile_supported():
-        return _ours(moe, "mxfp4", prefix)
-    return VllmMxfp4MoEMethod(moe)
+    ours = _takes_ours("MXFP4", moe, _kernel_refusal(moe))
+    if current_platform.is_cpu():
+        _refuse_lora(moe, "mxfp4", prefix)
+    return OssMxfp4MoEMethod(moe, prefix) if ours else VllmMxfp4MoEMethod(moe, prefix)
 
 
 def _ours_is_faster() -> bool:
@@ -172,20 +208,12 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-def _ours(
-    moe: FusedMoEConfig,
-    layout: ExpertsLayout,
-    prefix: str,
-    online: bool = False,
-    routes: bool = True,
-    ours: bool = False,
-) -> FusedMoEMethodBase:
-    if moe.is_lora_enabled and current_platform.is_cpu():
+def _refuse_lora(moe: FusedMoEConfig, layout: str, prefix: str) -> None:
+    if moe.is_lora_enabled:
         raise UnsupportedModelError(
             f"{prefix!r}: LoRA with experts={layout!r} does not run on a CPU; serve it on a GPU, "
             f"or serve a bf16 checkpoint"
         )
-    return OssFp8MoEMethod(moe, layout, prefix, online, routes, ours)
 
 
 def norm_and_experts(

@@ -166,8 +166,9 @@ class Monitor:
             method = getattr(module, "quant_method", None)
             if isinstance(method, OssFp8LinearMethod):
                 weight = module.weight
-            elif isinstance(method, OssMxfp4MoEMethod) or (
-                isinstance(method, OssFp8MoEMethod) and module.w13_weight.is_cuda
+            elif (
+                isinstance(method, (OssMxfp4MoEMethod, OssFp8MoEMethod))
+                and module.w13_weight.is_cuda
             ):
                 weight = module.w13_weight
             else:

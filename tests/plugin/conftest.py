@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.plugin.cpu_kind import amx  # noqa: F401  a fixture
+
 # read when vLLM is imported: the engine runs in this process, so that errors arrive as they are
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

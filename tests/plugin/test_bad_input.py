@@ -8,6 +8,7 @@ import torch
 
 from oss_fused.errors import CheckpointError, SchemeError
 from tests.plugin.conftest import build, calibrate, edit, tensors_of, to_mxfp4
+from tests.plugin.cpu_kind import tell_vllm
 
 pytestmark = pytest.mark.serve
 
@@ -72,7 +73,11 @@ def test_missing_expert_scale(tmp_path, engine):
     refuse(engine, folder, {}, f"'{name}' is missing", drop=(name,), error=ValueError)
 
 
-def test_mxfp4_scale_that_is_nan(tmp_path, engine):
+# who runs the layer makes no difference to what is checked
+@pytest.mark.parametrize(("kind", "choice"), [(False, "auto"), (True, "auto"), (True, "vllm")])
+def test_mxfp4_scale_that_is_nan(kind, choice, tmp_path, engine, monkeypatch):
+    tell_vllm(monkeypatch, amx=kind)
+    monkeypatch.setenv("OSS_FUSED_EXPERTS", choice)
     folder = to_mxfp4(build(tmp_path, "gpt_oss"))
     name = "model.layers.0.mlp.experts.down_proj_scales"
     bad = tensors_of(folder)[name].clone()

@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""Which kernel runs FP8 experts: ours, unless something asks for or needs vLLM's."""
+"""Which kernel runs experts: ours, unless something asks for or needs vLLM's."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.plugin import moe as choice
-from oss_fused.plugin.settings import OnlineOptions, online
+from oss_fused.plugin.settings import OnlineOptions, from_checkpoint, online
+from tests.plugin.cpu_kind import tell_vllm
 
 SETTINGS = online(OnlineOptions(experts="fp8"))
+MXFP4 = from_checkpoint({"quant_method": "mxfp4"})
+needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def on_a_hopper(monkeypatch):
     """Record what the method is made with, as if this were an H200."""
     monkeypatch.setattr(choice, "_ours_is_faster", lambda: True)
@@ -27,6 +31,7 @@ def on_a_hopper(monkeypatch):
 
 def layer(**changes):
     parallel = SimpleNamespace(
+        dp_size=1,
         enable_eplb=False,
         use_all2all_kernels=False,
         use_ag_rs_all2all_kernels=False,
@@ -59,6 +64,7 @@ def layer(**changes):
     return made
 
 
+@pytest.mark.usefixtures("on_a_hopper")
 def test_ours_by_default(monkeypatch):
     assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, True)
     gathered = layer(use_all2all_kernels=True, use_ag_rs_all2all_kernels=True)
@@ -83,6 +89,7 @@ def test_ours_by_default(monkeypatch):
         ({"hidden_dim": 100}, "hidden size 100"),
     ],
 )
+@pytest.mark.usefixtures("on_a_hopper")
 def test_what_takes_vllm(changes, reason, monkeypatch):
     routes = not {"scoring_func", "use_grouped_topk"} & set(changes)
     assert choice.experts_method(layer(**changes), SETTINGS, "x")[-2:] == (routes, False)
@@ -94,3 +101,65 @@ def test_what_takes_vllm(changes, reason, monkeypatch):
 def test_an_activation_that_no_kernel_has():
     with pytest.raises(UnsupportedModelError, match="gelu"):
         choice.experts_method(layer(activation=MoEActivation.GELU), SETTINGS, "x")
+
+
+class GptOss(choice.GptOssRoutedExperts):
+    """gpt-oss's layer of experts, for what its type says."""
+
+    def __init__(self, **changes):
+        torch.nn.Module.__init__(self)
+        vars(self).update(vars(layer(**changes)))
+
+
+@pytest.fixture(params=["fp8", "mxfp4"])
+def chosen(request, monkeypatch):
+    """The method a CPU takes for a layer with FP8 or MXFP4 experts."""
+    for module in ("experts", "experts_mxfp4"):
+        monkeypatch.setattr(f"oss_fused.plugin.{module}.max_routed_tokens", lambda moe: 16)
+
+    def choose(**changes):
+        if request.param == "fp8":
+            return choice.experts_method(layer(**changes), SETTINGS, "x")
+        return choice.experts_method(GptOss(**changes), MXFP4, "x")
+
+    choose.layout = request.param
+    return choose
+
+
+@needs_cpu
+def test_every_cpu_takes_the_reference(chosen, amx, monkeypatch):
+    expected = {"fp8": choice.OssFp8MoEMethod, "mxfp4": choice.OssMxfp4MoEMethod}[chosen.layout]
+    for variable in ("auto", "oss"):
+        monkeypatch.setenv("OSS_FUSED_EXPERTS", variable)
+        method = chosen()
+        assert type(method) is expected and method.on_cpu and method.is_monolithic
+
+
+@needs_cpu
+def test_lora_is_refused_by_name_on_every_cpu(chosen, amx, monkeypatch):
+    for variable in ("auto", "vllm"):
+        monkeypatch.setenv("OSS_FUSED_EXPERTS", variable)
+        if (variable, chosen.layout) == ("vllm", "fp8"):
+            continue  # there is no such kernel, with or without LoRA
+        with pytest.raises(UnsupportedModelError, match=f"LoRA with experts='{chosen.layout}'"):
+            chosen(is_lora_enabled=True)
+
+
+@needs_cpu
+def test_vllms_kernels_on_a_cpu_only_where_they_are_asked_for(chosen, monkeypatch):
+    """By name, and never silently something else where vLLM has none."""
+
+    def init(method, moe):
+        if not torch.cpu._is_amx_tile_supported():
+            raise NotImplementedError("no MXFP4 MoE backend")
+
+    monkeypatch.setattr(choice.GptOssMxfp4MoEMethod, "__init__", init)
+    for asked in ({"moe_backend": "cpu"}, {}):
+        monkeypatch.setenv("OSS_FUSED_EXPERTS", "auto" if asked else "vllm")
+        for has_amx in (False, True):
+            tell_vllm(monkeypatch, has_amx)
+            if has_amx and chosen.layout == "mxfp4":
+                assert type(chosen(**asked)) is choice.VllmMxfp4MoEMethod
+                continue
+            with pytest.raises(BackendUnavailableError, match="vLLM has no"):
+                chosen(**asked)

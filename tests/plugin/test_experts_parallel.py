@@ -71,7 +71,7 @@ def make_method(layout):
         module.max_routed_tokens = lambda moe: 16
     if layout == "mxfp4":
         return experts_mxfp4.OssMxfp4MoEMethod(moe, "experts")
-    return experts.OssFp8MoEMethod(moe, layout, "experts")
+    return experts.OssFp8MoEMethod(moe, "experts")
 
 
 def run_rank(layout, rank, ranks, by_expert):

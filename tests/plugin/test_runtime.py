@@ -110,7 +110,7 @@ def test_lora(tmp_path, engine):
     assert abs(next(iter(step.values())).logprob - served.generate()[1][0]) > 1e-3
 
 
-def test_lora_with_experts_on_a_cpu_is_refused(tmp_path, engine):
+def test_lora_with_experts_on_a_cpu_is_refused(tmp_path, engine, amx):
     from oss_fused.errors import UnsupportedModelError
 
     folder, options = make("mxfp4", tmp_path)

@@ -14,6 +14,7 @@ from tests.plugin.conftest import (
     tensors_of,
     to_mxfp4,
 )
+from tests.plugin.cpu_kind import tell_vllm
 
 pytestmark = pytest.mark.serve
 
@@ -87,12 +88,16 @@ def test_options_of_the_command_line(tmp_path, engine):
     assert_agrees(served.generate(), folder, ignore=kept, inputs=None)
 
 
-@pytest.mark.parametrize("models", ["0", "1"])
-def test_gpt_oss_online_mxfp4(models, tmp_path, engine, monkeypatch):
+@pytest.mark.parametrize(("models", "amx"), [("0", False), ("1", True)])
+def test_gpt_oss_online_mxfp4(models, amx, tmp_path, engine, monkeypatch):
     monkeypatch.setenv("OSS_FUSED_MODELS", models)
+    tell_vllm(monkeypatch, amx)
     folder = build(tmp_path / "bf16", "gpt_oss")
     served = engine(to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss")), quantization="oss_fp8")
     assert type(served.model.lm_head.quant_method).__name__ == "OssFp8LinearMethod"
+    if not torch.cuda.is_available():
+        experts = served.model.model.layers[0].mlp.experts.routed_experts
+        assert type(experts.quant_method).__name__ == "OssMxfp4MoEMethod"
     assert_agrees(served.generate(), folder, ignore=(), experts="mxfp4")
 
 

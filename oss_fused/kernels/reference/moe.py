@@ -27,9 +27,10 @@ SWIGLU_LIMIT = 7.0
 SWIGLU_SCALE = 8.0
 
 # weights of one expert -> float32 [2I, H] (rows gate, up, gate, up, ...) and [H, I]
-_Weights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 # values and x's dtype -> float32 values as the product sees them
 _Rounding = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def moe_mxfp4(
@@ -60,9 +61,11 @@ def moe_mxfp4(
         )
 
     fp8 = uses_fp8_activations(x.shape[0], activation, fp8_min_tokens)
-    routing = (router_logits, top_k, renormalize, expert_map)
-    rounding = (_fp8_rows, _fp8_static) if fp8 else (_keep, _keep)
-    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, rounding)
+    topk_weights, ids = _routed(router_logits, top_k, renormalize, expert_map)
+    biases = (w13_bias, w2_bias)
+    return run_experts(
+        x, topk_weights, ids, weights, biases, activation, "static" if fp8 else "keep"
+    )
 
 
 def moe_fp8(
@@ -91,9 +94,8 @@ def moe_fp8(
             w2[expert].float() * w2_scale[expert],
         )
 
-    routing = (router_logits, top_k, renormalize, expert_map)
-    rounding = (_fp8_rows, _fp8_rows)
-    return _experts(x, routing, weights, (w13_bias, w2_bias), activation, rounding)
+    topk_weights, ids = _routed(router_logits, top_k, renormalize, expert_map)
+    return run_experts(x, topk_weights, ids, weights, (w13_bias, w2_bias), activation, "rows")
 
 
 def uses_fp8_activations(tokens: int, activation: str, fp8_min_tokens: int) -> bool:
@@ -205,34 +207,55 @@ def check_fp8_layer(
     check_same_device(x, w13_scale=w13_scale, w2_scale=w2_scale)
 
 
-def _experts(
+def _routed(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, expert_map: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    topk_weights, ids = moe_route(router_logits, top_k, renormalize)
+    return topk_weights, ids if expert_map is None else expert_map[ids.long()]
+
+
+def run_experts(
     x: torch.Tensor,
-    routing: tuple[torch.Tensor, int, bool, torch.Tensor | None],
-    weights: _Weights,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: ExpertWeights,
+    biases: Biases,
     activation: str,
-    rounding: tuple[_Rounding, _Rounding],
+    rounding: str,
 ) -> torch.Tensor:
-    router_logits, top_k, renormalize, expert_map = routing
-    topk_weights, topk_ids = moe_route(router_logits, top_k, renormalize)
-    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-    x32 = rounding[0](x, x.dtype)
+    """Weighted sum of the experts' outputs, without routing and checks.
+
+    Args:
+        x: [T, H] float.
+        topk_weights: [T, top_k] float32.
+        topk_ids: [T, top_k], of this rank's experts; negative for experts of other ranks.
+        weights: one expert's, see ``ExpertWeights``.
+        biases: [E, 2I] and [E, H], each may be None.
+        activation: one of ACTIVATIONS.
+        rounding: of both products' inputs: "keep" x's dtype, FP8 "rows" (a scale per token), or
+            "static" (rows for x, the fixed scale 1/8 for the intermediate).
+
+    Returns:
+        [T, H] in x's dtype, summed in float32.
+    """
+    of_x, of_inner = _ROUNDINGS[rounding]
+    x32 = of_x(x, x.dtype)
     slots = torch.zeros(*topk_ids.shape, x.shape[1], device=x.device)
-    for expert in local_ids.unique().tolist():
+    for expert in topk_ids.unique().tolist():
         if expert < 0:
             continue
-        tokens, slot = (local_ids == expert).nonzero(as_tuple=True)
+        tokens, slot = (topk_ids == expert).nonzero(as_tuple=True)
         w13, w2 = weights(expert)
         hidden = x32[tokens] @ w13.T
         if biases[0] is not None:
             hidden += biases[0][expert].float()
-        y = rounding[1](_activate(hidden, activation), x.dtype) @ w2.T
+        y = of_inner(_activate(hidden, activation), x.dtype) @ w2.T
         if biases[1] is not None:
             y += biases[1][expert].float()
         slots[tokens, slot] = y * topk_weights[tokens, slot, None]
     out = torch.zeros_like(x32)
     # one slot after the other, as the kernel adds them
-    for slot_index in range(top_k):
+    for slot_index in range(topk_ids.shape[1]):
         out += slots[:, slot_index]
     return out.to(x.dtype)
 
@@ -257,3 +280,10 @@ def _fp8_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _fp8_static(act: torch.Tensor, _: torch.dtype) -> torch.Tensor:
     return (act * SWIGLU_SCALE).to(FP8).float() / SWIGLU_SCALE
+
+
+_ROUNDINGS: dict[str, tuple[_Rounding, _Rounding]] = {
+    "keep": (_keep, _keep),
+    "rows": (_fp8_rows, _fp8_rows),
+    "static": (_fp8_rows, _fp8_static),
+}
