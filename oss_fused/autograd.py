@@ -87,10 +87,13 @@ class GatedMLP(torch.autograd.Function):
         up_weight: torch.Tensor,
         activation: str,
         activation_on: str,
+        product: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the fused kernel and keep its inputs."""
+        """Run the fused kernel, unless its ``product`` is there, and keep its inputs."""
         ctx.save_for_backward(x, gate_weight, up_weight)
         ctx.options = (activation, activation_on)
+        if product is not None:
+            return product
         return _ops.gated_mlp(x, gate_weight, up_weight, None, None, activation, activation_on)
 
     @staticmethod
@@ -100,7 +103,7 @@ class GatedMLP(torch.autograd.Function):
         d_gate, d_up = _ops.gated_mlp_backward(grad, x, gate_weight, up_weight, *ctx.options)
         needs = ctx.needs_input_grad[:3]
         found = gated_mlp_gradients(d_gate, d_up, x, gate_weight, up_weight, needs)
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
 class FP8Product(torch.autograd.Function):

@@ -7,11 +7,23 @@ import torch
 
 import oss_fused.ops  # noqa: F401  (registers the operators)
 from oss_fused import autograd
-from oss_fused.errors import NumericalOverflowError, SchemeError, ShapeMismatchError
-from oss_fused.kernels.validation import FP8
+from oss_fused.errors import NumericalOverflowError, SchemeError
+from oss_fused.kernels.scale_values import check_scale_values, trust_scale, values_visible
+from oss_fused.kernels.validation import (
+    FLOAT_DTYPES,
+    FP8,
+    ON_OVERFLOW,
+    check_choice,
+    check_dtype,
+    check_eps,
+    check_gated_mlp,
+    check_product,
+    check_same_device,
+    check_scale,
+    check_strategy,
+)
 
 _ops = torch.ops.oss_fused
-_ON_OVERFLOW = ("adjust", "saturate", "raise")
 
 
 def quantize_fp8(
@@ -29,7 +41,12 @@ def quantize_fp8(
         strategy: "tensor", "token" (one scale per last-dimension row) or "channel" (the same for
             the rows of a weight).
         on_overflow: what happens where a given ``scale`` is too small for ``t``: "adjust" raises
-            the scale to the one that fits, "saturate" clips to 448 * scale, "raise" raises.
+            the scale to the one that fits, "saturate" clips to 448 * scale, "raise" raises, for
+            values that are not finite, too. The kernel that quantises finds the overflow; only
+            "raise" makes the host wait.
+
+    Values of ``scale`` are checked when a tensor is first seen, and again after a change in place;
+    neither under torch.compile nor while a CUDA graph is captured.
 
     Returns:
         q: float8_e4m3fn, t's shape.
@@ -37,23 +54,48 @@ def quantize_fp8(
 
     Raises:
         UnsupportedDtypeError: dtype of ``t`` or ``scale``.
+        UnsupportedDeviceError: ``scale`` lies elsewhere than ``t``.
         ShapeMismatchError: shape of ``scale``.
-        SchemeError: unknown ``strategy`` or ``on_overflow``.
-        NumericalOverflowError: ``on_overflow="raise"`` and the scale is too small.
+        SchemeError: unknown ``strategy`` or ``on_overflow``, or "raise" where no value can be seen.
+        NumericalOverflowError: a scale is not finite, zero, negative or below 2**-126; or
+            ``on_overflow="raise"`` and the scale is too small or ``t`` not finite.
     """
-    if on_overflow not in _ON_OVERFLOW:
-        raise SchemeError(f"on_overflow={on_overflow!r}: expected one of {', '.join(_ON_OVERFLOW)}")
-    if scale is not None and on_overflow != "saturate" and t.numel():
-        rows = t.float().reshape(1 if scale.numel() == 1 else scale.shape[0], -1)
-        needed = (rows.abs().amax(-1) / 448.0).view(scale.shape)
-        if on_overflow == "raise" and bool((needed > scale).any()):
-            raise NumericalOverflowError(
-                f"scale={scale.flatten()[0].item()!r}: too small for t, whose largest magnitude "
-                f"needs a scale of {needed.max().item()!r}"
-            )
-        # a non-finite amax says nothing about the range of the finite values
-        scale = torch.where(needed.isfinite(), torch.maximum(scale, needed), scale)
-    return _ops.quantize_fp8(t, scale, strategy)
+    check_dtype("t", t, FLOAT_DTYPES)
+    check_choice("on_overflow", on_overflow, ON_OVERFLOW)
+    check_strategy(strategy)
+    if on_overflow == "raise" and not values_visible(t):
+        raise SchemeError(
+            "on_overflow='raise': the values of t cannot be seen while a function is compiled or "
+            "a CUDA graph captured; expected 'adjust' or 'saturate' there"
+        )
+    if scale is None:
+        q, found = _ops.quantize_fp8(t, None, strategy)
+    else:
+        check_scale("scale", scale, _rows_of(t))
+        check_same_device(t, scale=scale)
+        check_scale_values("scale", scale)
+        if on_overflow == "saturate":
+            q, found = _ops.quantize_fp8(t, scale, strategy)
+        else:
+            q, found = _ops.quantize_fp8_adjusted(t, scale)
+    if on_overflow == "raise":
+        _refuse_overflow(t, scale, found)
+    return q, trust_scale(found)
+
+
+def _rows_of(t: torch.Tensor) -> int:
+    return t.shape[:-1].numel()
+
+
+def _refuse_overflow(t: torch.Tensor, scale: torch.Tensor | None, needed: torch.Tensor) -> None:
+    if not bool(t.isfinite().all()):
+        raise NumericalOverflowError("t: holds NaN or Inf, expected finite values")
+    if scale is not None and bool((too_small := needed > scale).any()):
+        at = int(too_small.flatten().nonzero()[0])
+        raise NumericalOverflowError(
+            f"scale={scale.flatten()[at].item()!r}: too small for t, whose largest magnitude "
+            f"needs a scale of {needed.flatten()[at].item()!r}"
+        )
 
 
 def dequantize_fp8(
@@ -64,7 +106,10 @@ def dequantize_fp8(
     Raises:
         UnsupportedDtypeError: ``q`` is not float8_e4m3fn, or ``out_dtype`` is not floating.
         ShapeMismatchError: ``scale`` has neither one element nor one per row of ``q``.
+        NumericalOverflowError: a value of ``scale``, as in quantize_fp8.
     """
+    check_dtype("scale", scale, (torch.float32,))
+    check_scale_values("scale", scale)
     return _ops.dequantize_fp8(q, scale, out_dtype)
 
 
@@ -76,6 +121,7 @@ def fp8_gemm(
     b_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    on_overflow: str = "adjust",
 ) -> torch.Tensor:
     """``a @ b + bias`` on FP8 operands with float32 accumulation.
 
@@ -87,21 +133,25 @@ def fp8_gemm(
         b_scale: float32 [1] or [N, 1] (or [1, N]); None stands for 1 where ``b`` is FP8.
         bias: [N].
         out_dtype: default: the floating dtype among the operands, else bfloat16.
+        on_overflow: of a floating operand with a given scale; see quantize_fp8.
 
     Raises:
-        ShapeMismatchError: the shapes do not fit.
-        UnsupportedDtypeError: an operand's dtype.
+        ShapeMismatchError: the shapes do not fit, or K or N is 0.
+        UnsupportedDtypeError: an operand's dtype, or ``out_dtype``.
+        UnsupportedDeviceError: operands on different devices.
+        SchemeError: unknown ``on_overflow``.
+        NumericalOverflowError: a value of a scale, or of an operand, as in quantize_fp8.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ShapeMismatchError(
-            f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: expected [M, K] and [K, N]"
-        )
+    check_product(a, b, a_scale, b_scale, bias)
+    check_choice("on_overflow", on_overflow, ON_OVERFLOW)
+    check_scale_values("a_scale", a_scale)
+    check_scale_values("b_scale", b_scale)
     if out_dtype is None:
         floating = [t.dtype for t in (a, b) if t.dtype != FP8]
         out_dtype = floating[0] if floating else torch.bfloat16
     with torch.no_grad():
-        qa, sa = _quantized(a, a_scale, "token")
-        qb, sb = _quantized(b.t(), b_scale, "channel")
+        qa, sa = _quantized(a, a_scale, "token", on_overflow)
+        qb, sb = _quantized(b.t(), b_scale, "channel", on_overflow)
         out = _ops.fp8_gemm(qa, qb, sa, sb, bias, out_dtype)
     if autograd.needs_grad(a, b, bias):
         # an FP8 operand takes part as the numbers that its codes stand for
@@ -112,14 +162,14 @@ def fp8_gemm(
 
 
 def _quantized(
-    t: torch.Tensor, scale: torch.Tensor | None, strategy: str
+    t: torch.Tensor, scale: torch.Tensor | None, strategy: str, on_overflow: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # the kernels take one scale, or a dense column
+    if scale is not None and scale.numel() > 1:
+        scale = trust_scale(scale.reshape(-1, 1).contiguous())
     if t.dtype != FP8:
-        rows = None if scale is None else scale.view(-1, 1)
-        return quantize_fp8(t, scale=rows, strategy=strategy)
-    if scale is None:
-        return t, torch.ones(1, device=t.device)
-    return t, scale if scale.numel() == 1 else scale.reshape(-1, 1)
+        return quantize_fp8(t, scale=scale, strategy=strategy, on_overflow=on_overflow)
+    return t, torch.ones(1, device=t.device) if scale is None else scale
 
 
 def fused_rmsnorm_rope(
@@ -146,9 +196,12 @@ def fused_rmsnorm_rope(
         [batch, sequence, hidden] in x.dtype. NaN and Inf propagate.
 
     Raises:
-        ShapeMismatchError: the shapes do not fit.
-        UnsupportedDtypeError: x's dtype.
+        ShapeMismatchError: the shapes do not fit, or hidden is 0.
+        UnsupportedDtypeError: a dtype that is not one of x's.
+        UnsupportedDeviceError: tensors on different devices.
+        SchemeError: ``eps`` is negative or not finite.
     """
+    check_eps(eps)
     if autograd.needs_grad(x, weight):
         return autograd.RMSNormRoPE.apply(x, weight, cos, sin, eps)
     return _ops.rmsnorm_rope(x, weight, cos, sin, eps)
@@ -182,12 +235,25 @@ def fused_gated_mlp(
         [..., intermediate] in x.dtype.
 
     Raises:
-        ShapeMismatchError: the shapes do not fit.
+        ShapeMismatchError: the shapes do not fit, or hidden or intermediate is 0.
         UnsupportedDtypeError: a dtype.
+        UnsupportedDeviceError: tensors on different devices.
         SchemeError: unknown activation or activation_on, or only one of the scales.
+        NumericalOverflowError: a value of a scale, as in quantize_fp8.
+
+    Gradients reach x also where the weights are FP8: these take part as the numbers that they
+    stand for.
     """
-    if gate_scale is None and autograd.needs_grad(x, gate_weight, up_weight):
-        return autograd.GatedMLP.apply(x, gate_weight, up_weight, activation, activation_on)
-    return _ops.gated_mlp(
-        x, gate_weight, up_weight, gate_scale, up_scale, activation, activation_on
-    )
+    options = (activation, activation_on)
+    check_gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+    check_scale_values("gate_scale", gate_scale)
+    check_scale_values("up_scale", up_scale)
+    if not autograd.needs_grad(x, gate_weight, up_weight):
+        return _ops.gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+    if gate_scale is None or up_scale is None:
+        return autograd.GatedMLP.apply(x, gate_weight, up_weight, *options, None)
+    with torch.no_grad():
+        out = _ops.gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+        wide_gate = _ops.dequantize_fp8(gate_weight, gate_scale, x.dtype)
+        wide_up = _ops.dequantize_fp8(up_weight, up_scale, x.dtype)
+    return autograd.GatedMLP.apply(x, wide_gate, wide_up, *options, out)

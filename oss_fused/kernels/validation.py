@@ -17,6 +17,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STRATEGIES = ("tensor", "token", "channel")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+SIDES = ("up", "gate")
+ON_OVERFLOW = ("adjust", "saturate", "raise")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -59,6 +61,73 @@ def check_scale(name: str, scale: torch.Tensor, rows: int) -> None:
 def check_strategy(strategy: str) -> None:
     """Raise SchemeError for an unknown quantisation strategy."""
     check_choice("strategy", strategy, STRATEGIES)
+
+
+def check_sizes(least: int, **sizes: int) -> None:
+    """Raise ShapeMismatchError unless every size is an integer of at least ``least``."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < least:
+            raise ShapeMismatchError(f"{name}={size!r}: expected an integer of at least {least}")
+
+
+def check_eps(eps: float) -> None:
+    """Raise SchemeError unless ``eps`` is a number that may be added to a mean square."""
+    if not isinstance(eps, int | float) or not 0 <= eps < float("inf"):
+        raise SchemeError(f"eps={eps!r}: expected a finite number of at least 0")
+
+
+def check_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Check the operands of the library's fp8_gemm: a [M, K], b [K, N], FP8 or floating."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ShapeMismatchError(
+            f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: expected [M, K] and [K, N]"
+        )
+    if not b.numel():
+        raise ShapeMismatchError(f"b.shape={tuple(b.shape)}: expected [K, N] of at least (1, 1)")
+    check_dtype("a", a, (FP8, *FLOAT_DTYPES))
+    check_dtype("b", b, (FP8, *FLOAT_DTYPES))
+    for name, scale, size in (("a_scale", a_scale, a.shape[0]), ("b_scale", b_scale, b.shape[1])):
+        if scale is None:
+            continue
+        check_dtype(name, scale, (torch.float32,))
+        if scale.numel() != 1 and tuple(scale.shape) not in ((size,), (size, 1), (1, size)):
+            raise ShapeMismatchError(
+                f"{name}.shape={tuple(scale.shape)}: expected one element or ({size}, 1)"
+            )
+    if bias is not None:
+        check_dtype("bias", bias, FLOAT_DTYPES)
+        check_shape("bias", bias, (b.shape[1],))
+    check_same_device(a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+
+
+def check_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Check the operands of ``fp8_linear``: x [..., K], weight [N, K], scales, bias [N]."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}: expected [..., K] of weight [N, K] {tuple(weight.shape)}"
+        )
+    check_scale("weight_scale", weight_scale, weight.shape[0])
+    if input_scale is not None:
+        check_scale("input_scale", input_scale, x.shape[:-1].numel())
+    if bias is not None:
+        check_dtype("bias", bias, FLOAT_DTYPES)
+        check_shape("bias", bias, (weight.shape[0],))
+    check_same_device(
+        x, weight=weight, weight_scale=weight_scale, input_scale=input_scale, bias=bias
+    )
 
 
 def check_gemm(
@@ -140,11 +209,12 @@ def check_gated_mlp(
     """Check the arguments of ``gated_mlp``: weights [I, H] in x.dtype, or FP8 with scales."""
     check_dtype("x", x, FLOAT_DTYPES)
     check_choice("activation", activation, ACTIVATIONS)
-    check_choice("activation_on", activation_on, ("up", "gate"))
-    if gate_weight.dim() != 2 or x.dim() == 0 or gate_weight.shape[1] != x.shape[-1]:
+    check_choice("activation_on", activation_on, SIDES)
+    fits = gate_weight.dim() == 2 and x.dim() > 0 and gate_weight.shape[1] == x.shape[-1]
+    if not fits or not gate_weight.numel():
         raise ShapeMismatchError(
             f"x.shape={tuple(x.shape)}, gate_weight.shape={tuple(gate_weight.shape)}: "
-            "expected [..., H] and [I, H]"
+            "expected [..., H] and [I, H], I and H at least 1"
         )
     check_shape("up_weight", up_weight, tuple(gate_weight.shape))
     if (gate_scale is None) != (up_scale is None):
@@ -164,9 +234,12 @@ def check_rmsnorm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
     """Check the arguments of ``rmsnorm_rope``: x [B, S, H], weight [H], cos and sin [S, D]."""
-    check_dtype("x", x, FLOAT_DTYPES)
-    if x.dim() != 3:
-        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [batch, sequence, hidden]")
+    for name, tensor in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
+        check_dtype(name, tensor, FLOAT_DTYPES)
+    if x.dim() != 3 or not x.shape[-1]:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}: expected [batch, sequence, hidden], hidden at least 1"
+        )
     check_shape("weight", weight, (x.shape[-1],))
     if cos.dim() != 2 or cos.shape[0] != x.shape[1]:
         raise ShapeMismatchError(f"cos.shape={tuple(cos.shape)}: expected ({x.shape[1]}, head_dim)")

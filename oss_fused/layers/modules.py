@@ -3,15 +3,92 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from oss_fused import autograd, functional
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.registry import default_backend
+from oss_fused.kernels.scale_values import check_scale_values
+from oss_fused.kernels.validation import (
+    ACTIVATIONS,
+    FP8,
+    ON_OVERFLOW,
+    SIDES,
+    check_choice,
+    check_eps,
+    check_linear,
+    check_scale,
+    check_sizes,
+)
 
-FP8 = torch.float8_e4m3fn
+_ops = torch.ops.oss_fused
+
+
+class _HoldsCodes(nn.Module):
+    """A module with FP8 codes and their float32 scales, which keep their dtype in every cast.
+
+    ``half()``, ``to(dtype)`` and their like move codes and scales, and cast the rest. A state dict
+    whose codes are no FP8, or whose scales are unusable, is refused: copying it would round
+    weights as if they were codes.
+    """
+
+    # names of tensors that may be codes, and of their scales
+    _codes: tuple[str, ...] = ()
+    _scales: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kept = {id(t) for name in self._scales if (t := getattr(self, name)) is not None}
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            held = tensor.dtype == FP8 or id(tensor) in kept
+            if not held or moved.dtype == tensor.dtype:
+                return moved
+            return tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state with codes as bytes: ``pickle`` cannot read FP8 tensors back (torch 2.13)."""
+        return self._with_codes_as(torch.uint8, self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo what ``__getstate__`` did."""
+        super().__setstate__(self._with_codes_as(FP8, state))
+
+    def _with_codes_as(self, dtype: torch.dtype, state: dict[str, Any]) -> dict[str, Any]:
+        stored, state = (FP8, torch.uint8), dict(state)
+        for kind in ("_parameters", "_buffers"):
+            state[kind] = dict(state[kind])
+            for name in self._codes:
+                codes = state[kind].get(name)
+                if codes is not None and codes.dtype in stored:
+                    codes = codes.detach().view(dtype)
+                    as_parameter = kind == "_parameters"
+                    state[kind][name] = nn.Parameter(codes, False) if as_parameter else codes
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name in self._codes:
+            own, given = getattr(self, name), state_dict.get(prefix + name)
+            if given is not None and (own.dtype == FP8) != (given.dtype == FP8):
+                raise UnsupportedDtypeError(
+                    f"{prefix}{name}.dtype={given.dtype}: expected {own.dtype}, as the module's"
+                )
+        for name in self._scales:
+            given = state_dict.get(prefix + name)
+            if given is not None and given.dtype != torch.float32:
+                raise UnsupportedDtypeError(
+                    f"{prefix}{name}.dtype={given.dtype}: expected torch.float32"
+                )
+            check_scale_values(prefix + name, given)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class FusedRMSNormRoPE(nn.Module):
@@ -25,7 +102,8 @@ class FusedRMSNormRoPE(nn.Module):
     Shapes: x [B, S, hidden_dim], cos and sin [S, head_dim] -> [B, S, hidden_dim].
 
     Raises:
-        ShapeMismatchError: head_dim is odd or no divisor of hidden_dim.
+        ShapeMismatchError: head_dim is odd or no divisor of hidden_dim, or a size is below 1.
+        SchemeError: ``eps`` is negative or not finite.
     """
 
     def __init__(
@@ -39,7 +117,9 @@ class FusedRMSNormRoPE(nn.Module):
     ) -> None:
         """Make the weight, all ones."""
         super().__init__()
-        if head_dim < 2 or head_dim % 2 or hidden_dim % head_dim:
+        check_sizes(1, hidden_dim=hidden_dim, head_dim=head_dim)
+        check_eps(eps)
+        if head_dim % 2 or hidden_dim % head_dim:
             raise ShapeMismatchError(
                 f"head_dim={head_dim}: expected an even divisor of hidden_dim={hidden_dim}"
             )
@@ -63,6 +143,10 @@ class FusedRMSNorm(nn.Module):
     Args:
         weight: [hidden_dim], hidden_dim even; shared, not copied.
         eps: added to the mean square.
+
+    Raises:
+        ShapeMismatchError: ``weight`` is no vector of even size.
+        SchemeError: ``eps`` is negative or not finite.
     """
 
     _cos: torch.Tensor
@@ -71,12 +155,22 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         """Share ``weight``."""
         super().__init__()
-        if weight.dim() != 1 or weight.shape[0] % 2:
+        check_eps(eps)
+        if weight.dim() != 1 or weight.shape[0] % 2 or not weight.numel():
             raise ShapeMismatchError(f"weight.shape={tuple(weight.shape)}: expected an even [H]")
         self.weight, self.eps = weight, eps
-        one = torch.ones(1, weight.shape[0], device=weight.device)
+        self._make_rotation()
+
+    def _make_rotation(self) -> None:
+        one = torch.ones(1, self.weight.shape[0], device=self.weight.device)
         self.register_buffer("_cos", one, persistent=False)
         self.register_buffer("_sin", torch.zeros_like(one), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        # no checkpoint holds the constants: to_empty() would leave them uninitialised
+        self._make_rotation()
+        return self
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states`` [..., H] normalised, same shape and dtype."""
@@ -91,7 +185,7 @@ class FusedRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(_HoldsCodes):
     """Both projections of a gated MLP, activation and product, in one kernel.
 
     Args:
@@ -101,8 +195,14 @@ class FusedGatedMLP(nn.Module):
         activation_on: "up" (``gate(x) * activation(up(x))``) or "gate", the form of HF models.
 
     Shapes: x [..., hidden_dim] -> [..., intermediate_dim].
+
+    Raises:
+        ShapeMismatchError: a size below 1.
+        SchemeError: unknown activation or activation_on.
     """
 
+    _codes = ("gate_weight", "up_weight")
+    _scales = ("gate_scale", "up_scale")
     gate_scale: torch.Tensor | None
     up_scale: torch.Tensor | None
 
@@ -118,6 +218,9 @@ class FusedGatedMLP(nn.Module):
     ) -> None:
         """Make both weights [intermediate_dim, hidden_dim], initialised as nn.Linear's."""
         super().__init__()
+        check_sizes(1, hidden_dim=hidden_dim, intermediate_dim=intermediate_dim)
+        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("activation_on", activation_on, SIDES)
         self.activation, self.activation_on = activation, activation_on
         shape = (intermediate_dim, hidden_dim)
         self.gate_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -168,7 +271,7 @@ class FusedGatedMLP(nn.Module):
         return f"{hidden} -> {size}, {self.activation} on {self.activation_on}"
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(_HoldsCodes):
     """A linear layer with FP8 weights, one scale per output channel, and FP8 inputs per token.
 
     Args:
@@ -176,12 +279,23 @@ class FP8Linear(nn.Module):
         out_features: N.
         bias: whether to add one.
         dtype: of the bias, and of the weights that ``from_linear`` quantises.
+        on_overflow: what happens where an ``input_scale`` is too small for a row of x: "adjust"
+            (that row gets the scale that fits), "saturate" or "raise"; see ``quantize_fp8``.
 
     Shapes: x [..., K] -> [..., N] in x.dtype. The state dict has ``weight`` [N, K] float8_e4m3fn,
     ``weight_scale`` [N, 1] float32, optionally ``input_scale`` [1] and ``bias`` [N]: the names of
-    an oss_fp8 checkpoint. Gradients reach x and bias; the weight is constant.
+    an oss_fp8 checkpoint. Gradients reach x and bias; the weight is constant. Results are the same
+    with and without grad. A cast (``half()``, ``to(dtype)``) changes the bias only.
+
+    Raises:
+        ShapeMismatchError: a size below 1, or the shape of a scale.
+        SchemeError: unknown ``on_overflow``.
+        UnsupportedDtypeError: ``dtype``, or x's, the bias's or a scale's dtype.
+        NumericalOverflowError: a value of a scale; or x, with ``on_overflow="raise"``.
     """
 
+    _codes = ("weight",)
+    _scales = ("weight_scale", "input_scale")
     weight: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor | None
@@ -192,68 +306,97 @@ class FP8Linear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
+        on_overflow: str = "adjust",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Make a layer initialised as nn.Linear's, then quantised."""
         super().__init__()
+        check_sizes(1, in_features=in_features, out_features=out_features)
         start = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(start.weight.detach(), start.bias)
+        self._take(start.weight.detach(), start.bias, on_overflow)
 
-    def _take(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
+    def _take(self, weight: torch.Tensor, bias: nn.Parameter | None, on_overflow: str) -> None:
+        check_choice("on_overflow", on_overflow, ON_OVERFLOW)
+        self.on_overflow = on_overflow
         self.out_features, self.in_features = weight.shape
         codes, scale = functional.quantize_fp8(weight, strategy="channel")
         self.register_buffer("weight", codes)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", None)
         self.bias = bias
-        self._unpacked: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._unpacked: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the unpacked weight, which a copy makes for itself."""
+        return {**super().__getstate__(), "_unpacked": None}
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, input_scale: torch.Tensor | None = None) -> FP8Linear:
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        input_scale: torch.Tensor | None = None,
+        *,
+        on_overflow: str = "adjust",
+    ) -> FP8Linear:
         """Quantise an existing layer; the bias is shared.
 
         Args:
             linear: the layer.
             input_scale: static scale [1] of the inputs; None quantises them per token.
+            on_overflow: as in the class.
         """
+        if input_scale is not None:
+            check_scale("input_scale", input_scale, 1)
+            check_scale_values("input_scale", input_scale)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take(linear.weight.detach(), linear.bias)
+        made._take(linear.weight.detach(), linear.bias, on_overflow)
         made.input_scale = input_scale
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Quantise, multiply, add the bias."""
-        if autograd.needs_grad(x, self.bias):
-            rows = x.reshape(-1, x.shape[-1])
-            out = functional.fp8_gemm(
-                rows,
-                self.weight.t(),
-                a_scale=self._row_scale(rows),
-                b_scale=self.weight_scale,
-                bias=self.bias,
-                out_dtype=x.dtype,
-            )
-            return out.view(*x.shape[:-1], self.out_features)
-        return torch.ops.oss_fused.fp8_linear(
-            x, self._kernel_weight(), self.weight_scale, self.input_scale, self.bias
-        )
+        check_scale_values("weight_scale", self.weight_scale)
+        check_scale_values("input_scale", self.input_scale)
+        if not autograd.needs_grad(x, self.bias):
+            return self._product(x)
+        with torch.no_grad():
+            out = self._product(x)
+            wide = _ops.dequantize_fp8(self.weight, self.weight_scale, x.dtype)
+        rows = x.reshape(-1, self.in_features)
+        flat = autograd.FP8Product.apply(rows, wide.t(), self.bias, out.view(-1, self.out_features))
+        return flat.view(out.shape)
 
-    def _row_scale(self, rows: torch.Tensor) -> torch.Tensor | None:
-        # fp8_gemm reads a given scale as a minimum per row
-        if self.input_scale is None:
-            return None
-        return self.input_scale.expand(rows.shape[0]).contiguous()
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._kernel_weight()
+        if self.input_scale is None or self.on_overflow == "saturate":
+            return _ops.fp8_linear(x, weight, self.weight_scale, self.input_scale, self.bias)
+        check_linear(x, weight, self.weight_scale, self.input_scale, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        if self.on_overflow == "raise":
+            codes, scale = functional.quantize_fp8(
+                rows, scale=self.input_scale, on_overflow="raise"
+            )
+        else:
+            least = self.input_scale.reshape(1, 1).expand(rows.shape[0], 1)
+            codes, scale = _ops.quantize_fp8_adjusted(rows, least)
+        out = _ops.fp8_gemm(codes, weight, scale, self.weight_scale, self.bias, x.dtype)
+        return out.view(*x.shape[:-1], self.out_features)
 
     def _kernel_weight(self) -> torch.Tensor:
-        if self.weight.device.type != "cpu":
-            return self.weight
-        # on a CPU unpacking the codes at every call would cost 30 times the product
-        key = (self.weight.data_ptr(), self.weight._version)
-        if self._unpacked is None or self._unpacked[0] != key:
-            self._unpacked = (key, self.weight.float())
-        return self._unpacked[1]
+        weight = self.weight
+        # a graph would keep the copy that it was compiled with
+        if torch.compiler.is_compiling() or weight.device.type != "cpu":
+            return weight
+        if default_backend(weight.device) != "torch":
+            return weight
+        # on a CPU unpacking the codes at every call would cost 30 times the product. The codes
+        # are kept with what was unpacked: their address alone may be another tensor's by now
+        state = (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
+        if self._unpacked is None or self._unpacked[0] is not weight or self._unpacked[1] != state:
+            self._unpacked = (weight, state, weight.float())
+        return self._unpacked[2]
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""

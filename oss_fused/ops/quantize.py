@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``oss_fused::quantize_fp8`` and ``oss_fused::dequantize_fp8``.
+"""``oss_fused::quantize_fp8``, ``quantize_fp8_adjusted`` and ``dequantize_fp8``.
 
 Scales are float32 dequantisation multipliers, ``x ~= q * scale``; the arithmetic is that of
 kernels/reference/quantize.py on every backend, bit for bit.
@@ -23,6 +23,13 @@ def _quantize_fp8_fake(
     return q, x.new_empty(shape, dtype=torch.float32)
 
 
+def _quantize_fp8_adjusted_fake(
+    x: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    return q, scale.new_empty(scale.shape)
+
+
 def _dequantize_fp8_fake(
     q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -34,6 +41,12 @@ def _dequantize_fp8_fake(
 register_op(
     "quantize_fp8(Tensor x, Tensor? scale, str strategy) -> (Tensor q, Tensor scale)",
     _quantize_fp8_fake,
+)
+# a static scale is the least one: where finite values exceed 448 * scale, the kernel that quantises
+# finds it, and the scale becomes amax / 448. scale [rows, 1] rises row by row, [1] for the tensor
+register_op(
+    "quantize_fp8_adjusted(Tensor x, Tensor scale) -> (Tensor q, Tensor scale)",
+    _quantize_fp8_adjusted_fake,
 )
 register_op(
     "dequantize_fp8(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor",

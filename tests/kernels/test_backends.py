@@ -87,6 +87,10 @@ CASES = {
         for scale, strategy in ((None, "tensor"), (None, "token"), (SCALE, "tensor"))
     ]
     + [(randn(7, 64), torch.full((7, 1), 0.02), "token")],
+    "quantize_fp8_adjusted": [
+        (randn(7, 64), scale)
+        for scale in (SCALE, torch.tensor([1e-4]), torch.linspace(1e-4, 0.02, 7).view(7, 1))
+    ],
     "rmsnorm_rope": [norm_rope()],
     "rmsnorm_rope_backward": [(randn(2, 5, 256, seed=4), *norm_rope())],
     "rope_kv": [rope_kv()],

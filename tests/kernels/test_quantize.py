@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import oss_fused.ops  # noqa: F401
-from oss_fused import dequantize_fp8, quantize_fp8
+from oss_fused import dequantize_fp8, fp8_gemm, quantize_fp8
 from oss_fused.errors import NumericalOverflowError, SchemeError, UnsupportedDtypeError
 from oss_fused.kernels.registry import get_kernel
+from oss_fused.ops import registration
 
 FP8 = torch.float8_e4m3fn
 
@@ -125,8 +126,131 @@ def test_overflow_policies(device):
         quantize_fp8(x, scale=small, on_overflow="raise")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(7, 576), (2, 3, 130), (1, 20000), (0, 64), (3, 0), (5,)])
+def test_adjusted_scales_equal_the_reference(shape, dtype, device):
+    x = awkward(shape, dtype, device) if shape[-1] else torch.zeros(shape, device=device)
+    if x.numel() > 3:
+        x.view(-1)[1], x.view(-1)[2] = float("nan"), float("-inf")
+    rows = x.shape[:-1].numel()
+    least = torch.logspace(-6, 3, rows).view(rows, 1)
+    for scale in (torch.tensor([1e-4]), torch.tensor([900.0]), least, least[:1].expand(rows, 1)):
+        expected, ours = both("quantize_fp8_adjusted", x, scale.to(device))
+        assert_same(ours, expected)
+        finite = x.float().nan_to_num(0.0, 0.0, 0.0)
+        per_row = scale.numel() > 1
+        amax = finite.view(rows, -1).abs().amax(-1, True) if x.numel() else torch.zeros(rows, 1)
+        amax = amax if per_row else amax.amax().view(1) if rows else torch.zeros(1)
+        fitted = torch.maximum(scale.to(device), amax.to(device) / 448)
+        torch.testing.assert_close(ours[1], fitted, rtol=1e-6, atol=0)
+
+
+def test_a_scale_that_fits_is_kept_and_gives_the_same_codes(device):
+    x = awkward((5, 96), torch.float32, device)
+    for scale in (torch.tensor([50.0]), torch.full((5, 1), 50.0)):
+        kept = get_kernel("triton", "quantize_fp8_adjusted")(x, scale.to(device))
+        assert_same(kept, get_kernel("triton", "quantize_fp8")(x, scale.to(device), "token"))
+
+
+def test_a_scale_that_is_a_view_is_read_by_its_strides(device):
+    x = awkward((4, 64), torch.float32, device)
+    wide = torch.tensor([[1.0, 9.0], [2.0, 9.0], [3.0, 9.0], [4.0, 9.0]], device=device)
+    for operation, rest in (("quantize_fp8", ("token",)), ("quantize_fp8_adjusted", ())):
+        for scale in (wide[:, :1], wide[:1, :1].expand(4, 1)):
+            expected, ours = both(operation, x, scale, *rest)
+            dense = get_kernel("triton", operation)(x, scale.contiguous(), *rest)
+            assert_same(ours, expected)
+            assert_same(ours, dense)
+    codes, dense = x.to(FP8), wide[:, :1].contiguous()
+    strided = fp8_gemm(codes, codes.t(), a_scale=wide[:, :1], b_scale=wide[:, :1])
+    assert torch.equal(strided, fp8_gemm(codes, codes.t(), a_scale=dense, b_scale=dense))
+
+
+def test_overflow_is_found_without_looking_at_the_tensor_twice(device, monkeypatch):
+    """A given scale costs no pass of torch's over the tensor: the kernels find the amax."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "amax", lambda *a, **k: seen.append("amax"))
+    monkeypatch.setattr(torch.Tensor, "abs", lambda *a, **k: seen.append("abs"))
+    monkeypatch.setattr(registration, "default_backend", lambda device: "triton")
+    x = torch.full((2, 8), 1000.0, device=device)
+    q, scale = quantize_fp8(x, scale=torch.ones(1, device=device))
+    assert seen == [] and scale.item() == pytest.approx(1000 / 448)
+    assert (q.float() == 448).all()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+@pytest.mark.parametrize("on_overflow", ["adjust", "saturate", "raise"])
+def test_unusable_scales_are_refused(bad, on_overflow, device):
+    x = torch.ones(2, 8, device=device)
+    for scale in (torch.tensor([bad]), torch.tensor([[1.0], [bad]])):
+        with pytest.raises(NumericalOverflowError, match=r"^scale\[[01]\]="):
+            quantize_fp8(x, scale=scale.to(device), on_overflow=on_overflow)
+
+
+def test_a_scale_is_checked_again_after_a_change_in_place(device):
+    x, scale = torch.ones(2, 8, device=device), torch.ones(1, device=device)
+    quantize_fp8(x, scale=scale)
+    scale.zero_()
+    with pytest.raises(NumericalOverflowError, match=r"scale\[0\]=0\.0"):
+        quantize_fp8(x, scale=scale)
+    with torch.inference_mode():
+        scale = torch.ones(1, device=device)
+        quantize_fp8(x, scale=scale)
+        scale.zero_()
+        with pytest.raises(NumericalOverflowError, match=r"scale\[0\]=0\.0"):
+            quantize_fp8(x, scale=scale)
+
+
+def test_a_nan_scale_of_our_own_propagates(device):
+    """Quantising NaN gives a NaN scale, which a product takes: the NaN reaches the result."""
+    x = torch.ones(2, 16, device=device)
+    x[0, 0] = float("nan")
+    q, scale = quantize_fp8(x, strategy="token")
+    assert dequantize_fp8(q, scale)[0].isnan().all()
+    out = fp8_gemm(q, torch.ones(16, 16, device=device), a_scale=scale)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_raise_refuses_what_is_not_finite(bad, device):
+    x = torch.ones(2, 8, device=device)
+    x[1, 3] = bad
+    for scale in (None, torch.ones(1, device=device)):
+        with pytest.raises(NumericalOverflowError, match="NaN or Inf"):
+            quantize_fp8(x, scale=scale, on_overflow="raise")
+
+
+def test_raise_is_refused_where_no_value_can_be_seen():
+    x = torch.ones(2, 8, device="meta")
+    with pytest.raises(SchemeError, match="on_overflow='raise'"):
+        quantize_fp8(x, scale=torch.ones(1, device="meta"), on_overflow="raise")
+    # checks of values are left out there, and nothing breaks the graph
+    compiled = torch.compile(quantize_fp8, backend="aot_eager", fullgraph=True)
+    x, scale = torch.full((2, 8), 1000.0), torch.ones(1)
+    for got, want in zip(compiled(x, scale=scale), quantize_fp8(x, scale=scale), strict=True):
+        assert torch.equal(got.float(), want.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 33])
+def test_adjusting_is_captured_in_a_graph(rows):
+    """No value is looked at on the host: a replay adjusts for the values of the day."""
+    x = torch.ones(rows, 256, device="cuda")
+    scale = torch.ones(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    quantize_fp8(x, scale=scale)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        q, found = quantize_fp8(x, scale=scale)
+    for size in (1000.0, 2.0, 5000.0):
+        x.fill_(size)
+        graph.replay()
+        want = quantize_fp8(x, scale=scale)
+        assert_same((q, found), want)
+
+
 def test_bad_arguments_are_named(device):
-    with pytest.raises(UnsupportedDtypeError, match="x.dtype"):
+    with pytest.raises(UnsupportedDtypeError, match="t.dtype"):
         quantize_fp8(torch.zeros(2, 2, dtype=torch.int32, device=device))
     with pytest.raises(SchemeError, match="strategy='block'"):
         quantize_fp8(torch.zeros(2, 2, device=device), strategy="block")
@@ -136,5 +260,7 @@ def test_bad_arguments_are_named(device):
 def test_opcheck(strategy, device, check_op):
     x = awkward((3, 32), torch.float32, device)
     check_op(torch.ops.oss_fused.quantize_fp8.default, (x, None, strategy))
+    least = torch.full((3, 1) if strategy == "token" else (1,), 0.01, device=device)
+    check_op(torch.ops.oss_fused.quantize_fp8_adjusted.default, (x, least))
     q, scale = torch.ops.oss_fused.quantize_fp8(x, None, strategy)
     check_op(torch.ops.oss_fused.dequantize_fp8.default, (q, scale, torch.bfloat16))

@@ -20,6 +20,7 @@ OPERATIONS: dict[str, str] = {
     "norm_qkv_rope_kv": "qkv",
     "qkv_rope_kv": "qkv",
     "quantize_fp8": "quantize",
+    "quantize_fp8_adjusted": "quantize",
     "rmsnorm_rope": "rope",
     "rmsnorm_rope_backward": "backward",
     "rope_kv": "rope",

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.reference.quantize import quantize_rows
 from oss_fused.kernels.validation import (
-    FLOAT_DTYPES,
     FP8,
     check_dtype,
     check_gemm,
+    check_linear,
     check_out_dtype,
-    check_scale,
 )
 
 
@@ -39,12 +37,9 @@ def fp8_linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
-    check_dtype("x", x, FLOAT_DTYPES)
     check_dtype("weight", weight, (FP8,) if weight.is_cuda else (FP8, torch.float32))
+    check_linear(x, weight, weight_scale, input_scale, bias)
     n, k = weight.shape
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
-    check_scale("weight_scale", weight_scale, n)
     codes, scale = quantize_rows(x.reshape(-1, k), input_scale)
     out = _scaled_product(codes.float(), weight, scale.view(-1, 1), weight_scale, bias)
     return out.to(x.dtype).view(*x.shape[:-1], n)

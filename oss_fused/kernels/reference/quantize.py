@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.scale_values import MIN_SCALE
 from oss_fused.kernels.validation import (
     FLOAT_DTYPES,
     FP8,
@@ -21,8 +22,6 @@ from oss_fused.kernels.validation import (
 )
 
 FP8_MAX = 448.0
-# below this the reciprocal of a scale would overflow float32
-MIN_SCALE = 2.0**-126
 INF = float("inf")
 
 
@@ -68,6 +67,24 @@ def quantize_fp8(
         return q.view(x.shape), scale.view(1)
     q, scale = quantize_rows(rows, None)
     return q.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def quantize_fp8_adjusted(
+    x: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise with ``scale``, raised where it is too small; see ops/quantize.py."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    rows = as_rows(x)
+    check_scale("scale", scale, rows.shape[0])
+    check_same_device(x, scale=scale)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=FP8, device=x.device), scale.clone()
+    # a NaN or an infinity says nothing about the range of the finite values
+    magnitudes = rows.float().abs().nan_to_num_(0.0, posinf=0.0)
+    per_row = scale.numel() > 1
+    amax = magnitudes.amax(-1, keepdim=True) if per_row else magnitudes.amax().view(scale.shape)
+    fitted = torch.where(amax > 0, torch.maximum(scale, scale_of_amax(amax)), scale)
+    return quantize_rows(rows, fitted)[0].view(x.shape), fitted
 
 
 def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

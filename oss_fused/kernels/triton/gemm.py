@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels import tiles
 from oss_fused.kernels.triton.gemm_gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.triton.gemm_large import gemm_large
@@ -18,13 +17,12 @@ from oss_fused.kernels.triton.gemm_tile import gemm_tile
 from oss_fused.kernels.triton.launch import runs_gluon
 from oss_fused.kernels.triton.quantize import quantize_fp8
 from oss_fused.kernels.validation import (
-    FLOAT_DTYPES,
     FP8,
     as_rows,
     check_dtype,
     check_gemm,
+    check_linear,
     check_out_dtype,
-    check_scale,
 )
 
 KERNELS: dict[str, Callable[..., None]] = {
@@ -110,12 +108,9 @@ def fp8_linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
-    check_dtype("x", x, FLOAT_DTYPES)
     check_dtype("weight", weight, (FP8,))
+    check_linear(x, weight, weight_scale, input_scale, bias)
     n, k = weight.shape
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., {k}]")
-    check_scale("weight_scale", weight_scale, n)
     rows = as_rows(x)
     if input_scale is None and _fusible(rows, weight):
         config = _tile(x.device, rows.shape[0], n, k)

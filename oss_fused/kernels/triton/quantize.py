@@ -3,6 +3,10 @@
 
 Per row: one CTA a row, the row in registers where it fits. Per tensor: an amax pass over all
 CTAs (integer atomic max, so the result does not depend on their order), then an elementwise one.
+
+Adjusted static scales: per row, the row's amax is known before its codes are written. Per tensor,
+the pass that quantises notes the amax of what it had to clip; a second launch looks at that note
+on the device, and does nothing where it is empty.
 """
 
 from __future__ import annotations
@@ -102,6 +106,78 @@ def _quantize_static_kernel(
 
 
 @triton.jit
+def _finite_bits(values):
+    # a NaN or an infinity says nothing about the range of the finite values
+    bits = magnitude_bits(values)
+    return tl.where(bits < 0x7F800000, bits, 0)
+
+
+@triton.jit
+def _fitted_scale(least, amax_bits):
+    return tl.where(amax_bits == 0, least, tl.maximum(least, scale_of_amax(amax_bits)))
+
+
+@triton.jit
+def _quantize_row_adjusted_kernel(
+    x, q, scale, out_scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr
+):
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    q += row * n_cols
+    offs = tl.arange(0, BLOCK)
+    least = tl.load(scale + row * scale_stride)
+    if LOOP:
+        bits = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, n_cols, BLOCK):
+            cols = start + offs
+            values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            bits = tl.maximum(bits, _finite_bits(values))
+        row_scale = _fitted_scale(least, tl.max(bits, 0))
+        inv = tl.div_rn(1.0, row_scale)
+        for start in range(0, n_cols, BLOCK):
+            cols = start + offs
+            values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            tl.store(q + cols, quantize_static(values, inv), mask=cols < n_cols)
+    else:
+        values = tl.load(x + offs, mask=offs < n_cols, other=0.0).to(tl.float32)
+        row_scale = _fitted_scale(least, tl.max(_finite_bits(values), 0))
+        inv = tl.div_rn(1.0, row_scale)
+        tl.store(q + offs, quantize_static(values, inv), mask=offs < n_cols)
+    tl.store(out_scale + row, row_scale)
+
+
+@triton.jit
+def _quantize_noting_overflow_kernel(
+    x, q, scale, clipped_bits, stride, n_cols, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    least = tl.load(scale)
+    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    codes = quantize_static(values, tl.div_rn(1.0, least))
+    tl.store(q + row * n_cols + cols, codes, mask=cols < n_cols)
+    amax_bits = tl.max(_finite_bits(values), 0)
+    if _fitted_scale(least, amax_bits) > least:
+        tl.atomic_max(clipped_bits, amax_bits)
+
+
+@triton.jit
+def _requantize_clipped_kernel(
+    x, q, scale, clipped_bits, out_scale, stride, n_cols, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    amax_bits = tl.load(clipped_bits)
+    fitted = _fitted_scale(tl.load(scale), amax_bits)
+    tl.store(out_scale, fitted)
+    if amax_bits != 0:
+        values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        codes = quantize_static(values, tl.div_rn(1.0, fitted))
+        tl.store(q + row * n_cols + cols, codes, mask=cols < n_cols)
+
+
+@triton.jit
 def _dequantize_kernel(
     q, scale, out, stride, scale_stride, n_cols, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -156,6 +232,55 @@ def quantize_fp8(
     return q, out_scale
 
 
+def quantize_fp8_adjusted(
+    x: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise with ``scale``, raised where it is too small; see ops/quantize.py."""
+    check_dtype("x", x, FLOAT_DTYPES)
+    rows = as_rows(x)
+    n_rows, n_cols = rows.shape
+    check_scale("scale", scale, n_rows)
+    check_same_device(x, scale=scale)
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    if x.numel() == 0:
+        return q, scale.clone()
+    out_scale = torch.empty(scale.shape, dtype=torch.float32, device=x.device)
+    if scale.numel() > 1:
+        block = min(next_power_of_2(n_cols), _MAX_ROW_BLOCK)
+        _quantize_row_adjusted_kernel[(n_rows,)](
+            rows,
+            q,
+            scale,
+            out_scale,
+            rows.stride(0),
+            scale.stride(0),
+            n_cols,
+            BLOCK=block,
+            LOOP=n_cols > block,
+            num_warps=min(max(block // 512, 1), 8),
+            **pdl_options(x.device),
+        )
+        return q, out_scale
+    clipped_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+    block = min(next_power_of_2(n_cols), _BLOCK)
+    grid, warps = (n_rows, cdiv(n_cols, block)), min(max(block // 512, 1), 4)
+    _quantize_noting_overflow_kernel[grid](
+        rows, q, scale, clipped_bits, rows.stride(0), n_cols, BLOCK=block, num_warps=warps
+    )
+    _requantize_clipped_kernel[grid](
+        rows,
+        q,
+        scale,
+        clipped_bits,
+        out_scale,
+        rows.stride(0),
+        n_cols,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return q, out_scale
+
+
 def _quantize_static(
     rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, weight: bool
 ) -> None:
@@ -168,7 +293,7 @@ def _quantize_static(
         q,
         scale,
         rows.stride(0),
-        0 if scale.numel() == 1 else 1,
+        0 if scale.numel() == 1 else scale.stride(0),
         n_cols,
         BLOCK=block,
         WEIGHT=weight,
