@@ -41,7 +41,7 @@ _EXPORTS: dict[str, str] = {
     "GATED_MLP_CONFIGS": "oss_fused.tuning.space",
     "FP8_GEMM_CONFIGS": "oss_fused.tuning.space",
     "TritonAutoTuner": "oss_fused.tuning.tuner",
-    "get_cached_config": "oss_fused.tuning.tuner",
+    "get_cached_config": "oss_fused.tuning.lookup",
     "TuningResult": "oss_fused.tuning.result",
     "KernelMetrics": "oss_fused.tuning.objective",
 }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from oss_fused.errors import SchemeError
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -77,7 +79,7 @@ def get(name: str) -> str:
 
     Raises:
         KeyError: ``name`` is not in VARIABLES.
-        ValueError: the value is not one of the variable's choices.
+        SchemeError: the value is not one of the variable's choices.
     """
     variable = VARIABLES[name]
     value = os.environ.get(name, variable.default).strip()
@@ -85,7 +87,7 @@ def get(name: str) -> str:
         return value
     value = value.lower()
     if value not in variable.choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(variable.choices)}")
+        raise SchemeError(f"{name}={value!r}: expected one of {', '.join(variable.choices)}")
     return value
 
 

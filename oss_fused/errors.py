@@ -33,7 +33,7 @@ class NumericalOverflowError(OssFusedError, ArithmeticError):
 
 
 class SchemeError(OssFusedError, ValueError):
-    """A quantisation scheme or recipe contradicts itself or the model."""
+    """An option has a value that is not offered, or a scheme contradicts itself or the model."""
 
 
 class CheckpointError(OssFusedError, ValueError):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What the library functions take: shapes and dtypes as data, and the checks of their arguments.
 
-``validate_*`` check tensors and raise the exceptions of errors.py. The data classes describe a
-problem without holding tensors: the tuner, the benchmark suite and the roofline use them.
+``validate_*`` make the checks that the functions make, and raise what these raise. The data classes
+describe a problem without holding tensors: the tuner, the benchmark suite and the roofline use
+them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from typing import Any
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDeviceError, UnsupportedDtypeError
-
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-FP8 = torch.float8_e4m3fn
+from oss_fused.kernels.scale_values import check_scale_values
+from oss_fused.kernels.validation import (
+    ACTIVATIONS,
+    FP8,
+    check_choice,
+    check_gated_mlp,
+    check_out_dtype,
+    check_product,
+    check_rmsnorm_rope,
+    check_sizes,
+)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -92,14 +99,6 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _at_least(least: int, owner: object, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < least:
-            raise ShapeMismatchError(
-                f"{type(owner).__name__}.{name}={size}: expected at least {least}"
-            )
-
-
 @dataclass(frozen=True)
 class RMSNormRoPEInput:
     """A problem of ``fused_rmsnorm_rope``: x [batch_size, seq_len, hidden_dim].
@@ -117,8 +116,8 @@ class RMSNormRoPEInput:
 
     def __post_init__(self) -> None:
         """Check sizes: hidden_dim is a multiple of head_dim, head_dim is even."""
-        _at_least(0, self, batch_size=self.batch_size, seq_len=self.seq_len)
-        _at_least(1, self, hidden_dim=self.hidden_dim, head_dim=self.head_dim)
+        check_sizes(0, batch_size=self.batch_size, seq_len=self.seq_len)
+        check_sizes(1, hidden_dim=self.hidden_dim, head_dim=self.head_dim)
         if self.head_dim % 2 or self.hidden_dim % self.head_dim:
             raise ShapeMismatchError(
                 f"head_dim={self.head_dim}: expected an even divisor of "
@@ -167,9 +166,9 @@ class GatedMLPInput:
 
     def __post_init__(self) -> None:
         """Check sizes and activation."""
-        _at_least(0, self, batch_size=self.batch_size, seq_len=self.seq_len)
-        _at_least(1, self, hidden_dim=self.hidden_dim, intermediate_dim=self.intermediate_dim)
-        _check_activation(self.activation)
+        check_sizes(0, batch_size=self.batch_size, seq_len=self.seq_len)
+        check_sizes(1, hidden_dim=self.hidden_dim, intermediate_dim=self.intermediate_dim)
+        check_choice("activation", self.activation, ACTIVATIONS)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,12 +217,9 @@ class FP8GEMMInput:
 
     def __post_init__(self) -> None:
         """Check sizes and output dtype."""
-        _at_least(0, self, m=self.m)
-        _at_least(1, self, n=self.n, k=self.k)
-        if self.out_dtype not in GEMM_DTYPES:
-            raise UnsupportedDtypeError(
-                f"out_dtype={self.out_dtype}: expected bfloat16, float16 or float32"
-            )
+        check_sizes(0, m=self.m)
+        check_sizes(1, n=self.n, k=self.k)
+        check_out_dtype(self.out_dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -252,50 +248,16 @@ class FP8GEMMInput:
         }
 
 
-def _check_activation(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-
-
-def _check_float(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in allowed:
-        expected = ", ".join(_dtype_name(dtype) for dtype in allowed)
-        raise UnsupportedDtypeError(f"{name}.dtype={tensor.dtype}: expected one of {expected}")
-
-
-def _check_devices(first: torch.Tensor, **others: torch.Tensor) -> None:
-    for name, tensor in others.items():
-        if tensor.device != first.device:
-            raise UnsupportedDeviceError(
-                f"{name}.device={tensor.device}: expected {first.device}, as the first argument"
-            )
-
-
 def validate_rmsnorm_rope_inputs(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> RMSNormRoPEInput:
     """Check x [B, S, H], weight [H], cos and sin [S, head_dim]; return the problem they make.
 
     Raises:
-        ShapeMismatchError: a shape, or H not a multiple of an even head_dim.
-        UnsupportedDtypeError: not a floating dtype.
-        UnsupportedDeviceError: tensors on different devices.
+        OssFusedError: what ``fused_rmsnorm_rope`` raises for these arguments.
     """
-    if x.dim() != 3:
-        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [B, S, H]")
-    batch_size, seq_len, hidden_dim = x.shape
-    if tuple(weight.shape) != (hidden_dim,):
-        raise ShapeMismatchError(f"weight.shape={tuple(weight.shape)}: expected ({hidden_dim},)")
-    if cos.dim() != 2 or cos.shape[0] != seq_len:
-        raise ShapeMismatchError(f"cos.shape={tuple(cos.shape)}: expected [S={seq_len}, head_dim]")
-    if sin.shape != cos.shape:
-        raise ShapeMismatchError(
-            f"sin.shape={tuple(sin.shape)}: expected {tuple(cos.shape)}, as cos"
-        )
-    for name, tensor in {"x": x, "weight": weight, "cos": cos, "sin": sin}.items():
-        _check_float(name, tensor, FLOAT_DTYPES)
-    _check_devices(x, weight=weight, cos=cos, sin=sin)
-    return RMSNormRoPEInput(batch_size, seq_len, hidden_dim, cos.shape[1], x.dtype)
+    check_rmsnorm_rope(x, weight, cos, sin)
+    return RMSNormRoPEInput(*x.shape, cos.shape[1], x.dtype)
 
 
 def validate_gated_mlp_inputs(
@@ -303,34 +265,24 @@ def validate_gated_mlp_inputs(
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     activation: str = "silu",
+    *,
+    activation_on: str = "up",
+    gate_scale: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
 ) -> GatedMLPInput:
-    """Check x [..., H] and the weights [I, H] of one dtype; return the problem they make.
+    """Check x [..., H] and the weights [I, H]; return the problem they make.
 
     Raises:
-        ShapeMismatchError: a shape.
-        UnsupportedDtypeError: not floating, or the dtypes differ.
-        UnsupportedDeviceError: tensors on different devices.
-        ValueError: unknown ``activation``.
+        OssFusedError: what ``fused_gated_mlp`` raises for these arguments.
     """
-    if x.dim() < 2:
-        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., rows, H]")
-    hidden_dim = x.shape[-1]
-    if gate_weight.dim() != 2 or gate_weight.shape[1] != hidden_dim:
-        raise ShapeMismatchError(
-            f"gate_weight.shape={tuple(gate_weight.shape)}: expected [I, H={hidden_dim}]"
-        )
-    if up_weight.shape != gate_weight.shape:
-        raise ShapeMismatchError(
-            f"up_weight.shape={tuple(up_weight.shape)}: expected {tuple(gate_weight.shape)}, "
-            "as gate_weight"
-        )
-    _check_float("x", x, FLOAT_DTYPES)
-    _check_float("gate_weight", gate_weight, (x.dtype,))
-    _check_float("up_weight", up_weight, (x.dtype,))
-    _check_devices(x, gate_weight=gate_weight, up_weight=up_weight)
-    _check_activation(activation)
+    options = (activation, activation_on)
+    check_gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+    check_scale_values("gate_scale", gate_scale)
+    check_scale_values("up_scale", up_scale)
+    rows, intermediate_dim = x.shape[:-1], gate_weight.shape[0]
+    sequence = rows[-1] if rows else 1
     return GatedMLPInput(
-        x.shape[:-2].numel(), x.shape[-2], hidden_dim, gate_weight.shape[0], activation, x.dtype
+        rows[:-1].numel(), sequence, x.shape[-1], intermediate_dim, activation, x.dtype
     )
 
 
@@ -343,26 +295,11 @@ def validate_fp8_gemm_inputs(
     """Check a [M, K], b [K, N] (FP8 or floating) and their scales; return the problem.
 
     Raises:
-        ShapeMismatchError: a shape, or a scale that fits neither tensor nor channel.
-        UnsupportedDtypeError: an operand's dtype, or a scale that is not float32.
-        UnsupportedDeviceError: tensors on different devices.
+        OssFusedError: what ``fp8_gemm`` raises for these arguments.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ShapeMismatchError(
-            f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: expected [M, K] and [K, N]"
-        )
-    for name, tensor in {"a": a, "b": b}.items():
-        _check_float(name, tensor, (FP8, *GEMM_DTYPES))
-    for name, scale, size in (("a_scale", a_scale, a.shape[0]), ("b_scale", b_scale, b.shape[1])):
-        if scale is None:
-            continue
-        _check_float(name, scale, (torch.float32,))
-        if scale.numel() not in (1, size):
-            raise ShapeMismatchError(
-                f"{name}.shape={tuple(scale.shape)}: expected one element or {size}"
-            )
-        _check_devices(a, **{name: scale})
-    _check_devices(a, b=b)
+    check_product(a, b, a_scale, b_scale)
+    check_scale_values("a_scale", a_scale)
+    check_scale_values("b_scale", b_scale)
     floating = [t.dtype for t in (a, b) if t.dtype != FP8]
     out_dtype = floating[0] if floating else torch.bfloat16
     return FP8GEMMInput(a.shape[0], b.shape[1], a.shape[1], out_dtype=out_dtype)

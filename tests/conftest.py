@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+# here, before pytest reads --hypothesis-profile: a profile loaded later would win over the flag
+hypothesis.settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,17 +16,17 @@ PACKAGE = ROOT / "oss_fused"
 # a part may import parts of a lower rank, and its own
 RANK = {
     "errors": 0,
-    "envs": 0,
-    "specs": 1,
+    "envs": 1,
     "kernels": 2,
-    "ops": 3,
-    "autograd": 4,
-    "functional": 5,
-    "layers": 6,
-    "quant": 6,
-    "bench": 7,
-    "tuning": 8,
-    "plugin": 9,
+    "specs": 3,
+    "ops": 4,
+    "autograd": 5,
+    "functional": 6,
+    "layers": 7,
+    "quant": 7,
+    "bench": 8,
+    "tuning": 9,
+    "plugin": 10,
 }
 ONLY_IN = {
     "vllm": "oss_fused/plugin/",

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Property tests 1-8 of the requirements. HYPOTHESIS_PROFILE=ci runs more examples."""
+"""Property tests 1-8 of the requirements. ``pytest --hypothesis-profile=ci`` runs more examples."""
 
 from __future__ import annotations
-
-import os
 
 import hypothesis
 import pytest
@@ -23,13 +21,10 @@ from oss_fused.functional import (
 from oss_fused.kernels.registry import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache
+from oss_fused.tuning.lookup import get_cached_config
 from oss_fused.tuning.prune import reason_to_skip
 from oss_fused.tuning.space import ConfigSpace
-from oss_fused.tuning.tuner import TritonAutoTuner, get_cached_config
-
-hypothesis.settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+from oss_fused.tuning.tuner import TritonAutoTuner
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SEEDS = st.integers(0, 2**16)

@@ -56,7 +56,14 @@ def test_zero_tokens_are_valid():
         ({"sin": torch.zeros(3, 2)}, ShapeMismatchError, "sin.shape=(3, 2)"),
         ({"x": torch.zeros(2, 3, 8, dtype=torch.int32)}, UnsupportedDtypeError, "x.dtype"),
         ({"cos": torch.zeros(3, 4, device="meta")}, UnsupportedDeviceError, "cos.device=meta"),
-        ({"cos": torch.zeros(3, 3), "sin": torch.zeros(3, 3)}, ShapeMismatchError, "head_dim=3"),
+        (
+            {"cos": torch.zeros(3, 3), "sin": torch.zeros(3, 3)},
+            ShapeMismatchError,
+            "cos.shape=(3, 3): expected an even head_dim",
+        ),
+        ({"weight": torch.ones(8).int()}, UnsupportedDtypeError, "weight.dtype=torch.int32"),
+        ({"cos": torch.ones(3, 4).bool()}, UnsupportedDtypeError, "cos.dtype=torch.bool"),
+        ({"x": torch.zeros(2, 3, 8).double()}, UnsupportedDtypeError, "x.dtype=torch.float64"),
     ],
 )
 def test_bad_rmsnorm_rope_inputs(changes, error, words):
@@ -68,7 +75,8 @@ def test_bad_rmsnorm_rope_inputs(changes, error, words):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"x": torch.zeros(8)}, ShapeMismatchError, "x.shape=(8,)"),
+        ({"x": torch.zeros(7)}, ShapeMismatchError, "x.shape=(7,)"),
+        ({"x": torch.zeros(3, 8).double()}, UnsupportedDtypeError, "x.dtype=torch.float64"),
         ({"gate_weight": torch.zeros(16, 7)}, ShapeMismatchError, "gate_weight.shape=(16, 7)"),
         ({"up_weight": torch.zeros(15, 8)}, ShapeMismatchError, "up_weight.shape=(15, 8)"),
         ({"up_weight": torch.zeros(16, 8)}, UnsupportedDtypeError, "up_weight.dtype=torch.float32"),

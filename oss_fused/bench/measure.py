@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from oss_fused.errors import SchemeError
+
 # larger than the L2 of every GPU described in tuning/devices (B200: 126 MB)
 FLUSH_BYTES = 256 * 2**20
 
@@ -20,10 +22,10 @@ def time_calls(fn: Callable[[], Any], repeats: int, device: torch.device | str) 
     queue ahead: an event pair then holds the kernels alone. What ``fn`` raises passes through.
 
     Raises:
-        ValueError: ``repeats`` is below 1.
+        SchemeError: ``repeats`` is below 1.
     """
     if repeats < 1:
-        raise ValueError(f"repeats={repeats}: expected at least 1")
+        raise SchemeError(f"repeats={repeats}: expected at least 1")
     device = torch.device(device)
     if device.type != "cuda":
         return [_clock_one(fn) for _ in range(repeats)]
@@ -66,11 +68,11 @@ def time_in_turn(
     ``keep``.
 
     Raises:
-        ValueError: ``repeats`` is below 1.
+        SchemeError: ``repeats`` is below 1.
         RuntimeError: a call cannot be captured.
     """
     if repeats < 1:
-        raise ValueError(f"repeats={repeats}: expected at least 1")
+        raise SchemeError(f"repeats={repeats}: expected at least 1")
     with torch.cuda.device(device):
         # inputs made on the default stream must exist before the capture stream reads them
         torch.cuda.synchronize()

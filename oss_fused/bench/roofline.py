@@ -15,6 +15,7 @@ import torch
 from oss_fused.bench.kernel_timing import copy_bandwidth
 from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import summarize
+from oss_fused.errors import SchemeError
 
 # a kernel this short is ruled by its launch, whatever it does
 LAUNCH_BOUND_MS = 0.005
@@ -134,7 +135,7 @@ def analyse(
         ceilings: measured roofs.
 
     Raises:
-        ValueError: a figure that is not positive, or ceilings without any FLOP/s.
+        SchemeError: a figure that is not positive, or ceilings without any FLOP/s.
     """
     for label, value in (
         ("latency_ms", latency_ms),
@@ -143,7 +144,7 @@ def analyse(
         ("ceilings.tflops", len(ceilings.tflops)),
     ):
         if not value > 0:
-            raise ValueError(f"{label}={value}: expected a positive number")
+            raise SchemeError(f"{label}={value}: expected a positive number")
     seconds = latency_ms / 1e3
     intensity = flops / num_bytes
     peak = ceilings.tflops.get(dtype, max(ceilings.tflops.values()))

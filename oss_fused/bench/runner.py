@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
-from oss_fused.errors import BackendUnavailableError, OssFusedError, TritonKernelError
+from oss_fused.errors import BackendUnavailableError, OssFusedError, SchemeError, TritonKernelError
 from oss_fused.kernels.registry import available_backends, get_kernel, operations
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
@@ -27,14 +27,14 @@ class KernelRunner:
         compiled: run the reference through ``torch.compile``; "torch" only.
 
     Raises:
-        ValueError: ``compiled`` with another backend.
+        SchemeError: ``compiled`` with another backend.
         BackendUnavailableError: at the first run, if the backend cannot run here.
     """
 
     def __init__(self, backend: str, compiled: bool = False) -> None:
         """Remember the backend; nothing is loaded yet."""
         if compiled and backend != "torch":
-            raise ValueError(f"compiled=True: backend={backend!r}, expected 'torch'")
+            raise SchemeError(f"compiled=True: backend={backend!r}, expected 'torch'")
         self.backend = backend
         self.compiled = compiled
 

@@ -16,6 +16,8 @@ from enum import Enum
 
 import numpy as np
 
+from oss_fused.errors import SchemeError
+
 MIN_SAMPLES = 20
 TARGET_RELATIVE_STD = 0.05
 IQR_FACTOR = 1.5
@@ -71,9 +73,9 @@ class Comparison:
 def _checked(name: str, samples: Sequence[float]) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:
-        raise ValueError(f"{name}: no samples, expected at least one")
+        raise SchemeError(f"{name}: no samples, expected at least one")
     if not np.isfinite(values).all():
-        raise ValueError(f"{name}: holds a value that is not finite, expected finite times")
+        raise SchemeError(f"{name}: holds a value that is not finite, expected finite times")
     return values
 
 
@@ -81,7 +83,7 @@ def iqr_filter(samples: Sequence[float], factor: float = IQR_FACTOR) -> list[flo
     """Samples within ``factor`` interquartile ranges of the quartiles, in their order.
 
     Raises:
-        ValueError: no samples, or one is not finite.
+        SchemeError: no samples, or one is not finite.
     """
     values = _checked("samples", samples)
     low, high = np.percentile(values, [25, 75])
@@ -95,7 +97,7 @@ def summarize(
     """Filter ``samples`` and describe what is left.
 
     Raises:
-        ValueError: no samples, or one is not finite.
+        SchemeError: no samples, or one is not finite.
     """
     kept = np.asarray(iqr_filter(samples))
     mean = float(kept.mean())
@@ -135,12 +137,12 @@ def collect(
         All raw samples and the summary of what the filter kept.
 
     Raises:
-        ValueError: too few samples per round, or no round at all.
+        SchemeError: too few samples per round, or no round at all.
     """
     if samples_per_round < MIN_SAMPLES:
-        raise ValueError(f"samples_per_round={samples_per_round}: expected at least {MIN_SAMPLES}")
+        raise SchemeError(f"samples_per_round={samples_per_round}: expected at least {MIN_SAMPLES}")
     if max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds}: expected at least 1")
+        raise SchemeError(f"max_rounds={max_rounds}: expected at least 1")
     samples: list[float] = []
     for _ in range(max_rounds):
         samples.extend(sampler(samples_per_round))
@@ -156,7 +158,7 @@ def mann_whitney_u(first: Sequence[float], second: Sequence[float]) -> MannWhitn
     Source: Mann and Whitney 1947; the correction for ties as in scipy's ``method="asymptotic"``.
 
     Raises:
-        ValueError: a sample is empty or not finite.
+        SchemeError: a sample is empty or not finite.
     """
     a, b = _checked("first", first), _checked("second", second)
     pooled = np.concatenate([a, b])
@@ -186,11 +188,11 @@ def compare_samples(
     rejects equality at ``alpha``: many samples make a meaningless difference significant.
 
     Raises:
-        ValueError: a sample is empty or not finite, or the baseline's median is not positive.
+        SchemeError: a sample is empty or not finite, or the baseline's median is not positive.
     """
     base, new = (float(np.median(iqr_filter(s))) for s in (baseline, candidate))
     if base <= 0:
-        raise ValueError(f"baseline: median {base}, expected a positive time")
+        raise SchemeError(f"baseline: median {base}, expected a positive time")
     p_value = mann_whitney_u(baseline, candidate).p_value
     ratio = new / base
     verdict = Verdict.SAME

@@ -25,7 +25,13 @@ from oss_fused.bench.rivals import implementations
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
-from oss_fused.errors import BackendUnavailableError
+from oss_fused.errors import (
+    BackendUnavailableError,
+    SchemeError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+from oss_fused.kernels.validation import FLOAT_DTYPES, check_device
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 FORMAT = 1
@@ -80,8 +86,10 @@ class BenchmarkSuite:
             where they run; default on a GPU: "cuda" and "tilelang".
 
     Raises:
-        ValueError: a run count.
-        BackendUnavailableError: ``energy`` without a GPU.
+        SchemeError: a run count.
+        BackendUnavailableError: ``energy``, or ``device="cuda"``, without a GPU.
+        UnsupportedDeviceError: no such device.
+        UnsupportedDtypeError: ``dtype`` is not floating.
     """
 
     def __init__(
@@ -99,15 +107,17 @@ class BenchmarkSuite:
     ) -> None:
         """Keep the settings; nothing is measured yet."""
         if warmup_runs < 0:
-            raise ValueError(f"warmup_runs={warmup_runs}: expected at least 0")
+            raise SchemeError(f"warmup_runs={warmup_runs}: expected at least 0")
         if benchmark_runs < MIN_SAMPLES:
-            raise ValueError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
+            raise SchemeError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
         if energy and not torch.cuda.is_available():
             raise BackendUnavailableError("energy=True: needs an NVIDIA GPU, whose NVML counts it")
         self.warmup_runs = warmup_runs
         self.benchmark_runs = benchmark_runs
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device if device is not None else default)
+        self.device = check_device(device if device is not None else default)
+        if dtype not in FLOAT_DTYPES:
+            raise UnsupportedDtypeError(f"dtype={dtype}: expected bfloat16, float16 or float32")
         self.dtype = dtype
         on_gpu = self.device.type == "cuda"
         self.compile_baseline = on_gpu if compile_baseline is None else compile_baseline
@@ -183,7 +193,13 @@ class BenchmarkSuite:
             operation: label of the rows.
             problems: what to run on.
             implementations: name to function of the keyword arguments of ``problem.make``.
+
+        Raises:
+            ShapeMismatchError: a problem without work, which takes no time of its own.
         """
+        for problem in problems:
+            if problem.flops < 1:
+                raise ShapeMismatchError(f"{problem}: expected sizes of at least 1")
         added = []
         for problem in problems:
             base: float | None = None
@@ -303,7 +319,7 @@ class BenchmarkSuite:
         A Markdown report puts its plots beside it, as ``<name>-<plot>.png``.
 
         Raises:
-            ValueError: another suffix.
+            SchemeError: another suffix.
         """
         from oss_fused.bench.suite_report import html_report, markdown_report, plots
 
@@ -316,7 +332,7 @@ class BenchmarkSuite:
             ".txt": self.generate_report,
         }
         if path.suffix not in writers:
-            raise ValueError(f"path={str(path)!r}: expected a suffix of {', '.join(writers)}")
+            raise SchemeError(f"path={str(path)!r}: expected a suffix of {', '.join(writers)}")
         path.parent.mkdir(parents=True, exist_ok=True)
         images: dict[str, str] = {}
         for name, png in plots(*drawn).items() if path.suffix == ".md" else ():

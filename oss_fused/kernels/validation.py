@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.errors import (
+    BackendUnavailableError,
     SchemeError,
     ShapeMismatchError,
     UnsupportedDeviceError,
@@ -68,6 +69,31 @@ def check_sizes(least: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < least:
             raise ShapeMismatchError(f"{name}={size!r}: expected an integer of at least {least}")
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """The device to run on: a CPU, or a GPU that this machine has.
+
+    Raises:
+        UnsupportedDeviceError: no such device.
+        BackendUnavailableError: a GPU is asked for, and none is usable here.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UnsupportedDeviceError(f"device={str(device)!r}: expected 'cpu', 'cuda' or 'cuda:N'")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError(
+                f"device={str(device)!r}: no NVIDIA GPU is usable here; expected 'cpu'"
+            )
+        if (found.index or 0) >= torch.cuda.device_count():
+            raise UnsupportedDeviceError(
+                f"device={str(device)!r}: expected an index below {torch.cuda.device_count()}"
+            )
+    return found
 
 
 def check_eps(eps: float) -> None:

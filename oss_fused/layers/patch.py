@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oss_fused.errors import UnsupportedModelError
+from oss_fused.errors import SchemeError, UnsupportedModelError
 from oss_fused.layers.modules import FP8Linear, FusedGatedMLP, FusedRMSNorm
 from oss_fused.layers.qk_norm_rope import can_fuse, fused_attention_forward
 
@@ -42,7 +42,7 @@ class PatchPolicy:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.linears not in ("fp8", None):
-            raise ValueError(f"linears={self.linears!r}: expected 'fp8' or None")
+            raise SchemeError(f"linears={self.linears!r}: expected 'fp8' or None")
         for entry in self.ignore:
             if entry.startswith("re:"):
                 re.compile(entry[3:])

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The tuner's memory: one readable JSON file, safe under concurrent writers, never fatal.
 
-An entry's key holds everything its truth depends on: operation, ``MxNxK:dtype``, device, versions.
+An entry's key holds everything its truth depends on: operation and kernel, ``MxNxK:dtypes``, what
+was minimised, device, versions.
 A writer takes a lock, merges what others wrote in the meantime and replaces the file in one step;
-a reader sees the old file or the new one. A file that cannot be read is set aside, with a warning.
+a reader sees the old file or the new one. A file that cannot be read is set aside, with a warning;
+one of an earlier format counts as empty, since its keys do not say enough.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from oss_fused.tuning.space import Config
 
-FORMAT = 1
+FORMAT = 2
+_EARLIER_FORMATS = (1,)
 # what reading a damaged or foreign file raises
 _CORRUPT = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -47,22 +50,29 @@ def versions() -> str:
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a tuned config is valid for; ``str(key)`` is its name in the file."""
+    """What a tuned config is valid for; ``str(key)`` is its name in the file.
+
+    ``dtype`` lists the dtypes of all tensors in order, ``kernel`` is what ``kernel_identity``
+    says, ``objective`` what was minimised.
+    """
 
     operation: str
     shape: tuple[int, ...]
     dtype: str
     device: str
     versions: str = field(default_factory=versions)
+    kernel: str = ""
+    objective: str = "latency"
 
     def __str__(self) -> str:
-        """``operation|MxNxK:dtype|device|versions``."""
+        """``operation|kernel|MxNxK:dtypes|objective|device|versions``."""
         sizes = "x".join(str(size) for size in self.shape)
-        return f"{self.operation}|{sizes}:{self.dtype}|{self.device}|{self.versions}"
+        parts = (self.operation, self.kernel, f"{sizes}:{self.dtype}", self.objective)
+        return "|".join((*parts, self.device, self.versions))
 
-    def family(self) -> tuple[str, str, str, str]:
+    def family(self) -> CacheKey:
         """Everything but the shape."""
-        return (self.operation, self.dtype, self.device, self.versions)
+        return replace(self, shape=())
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,8 @@ class TuningCache:
         try:
             raw = json.loads(self.path.read_text())
         except FileNotFoundError:
+            return {}
+        if raw["format"] in _EARLIER_FORMATS:
             return {}
         if raw["format"] != FORMAT:
             raise ValueError(f"format={raw['format']!r}, expected {FORMAT}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oss_fused.errors import UnsupportedDeviceError
+from oss_fused.errors import SchemeError, UnsupportedDeviceError
 
 FOLDER = Path(__file__).parent / "devices"
 
@@ -39,24 +39,24 @@ class DeviceDescription:
         """Read one description.
 
         Raises:
-            ValueError: not JSON, an unknown or missing field, or a limit that is not positive;
+            SchemeError: not JSON, an unknown or missing field, or a limit that is not positive;
                 names the file.
         """
         try:
             raw: dict[str, Any] = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: not a readable JSON file ({error})") from error
+            raise SchemeError(f"{path}: not a readable JSON file ({error})") from error
         names = {field.name for field in fields(cls)}
         if not isinstance(raw, dict) or raw.keys() != names:
             keys = set(raw) if isinstance(raw, dict) else set()
-            raise ValueError(
+            raise SchemeError(
                 f"{path}: missing fields {sorted(names - keys)}, unknown {sorted(keys - names)}"
             )
         raw["match"] = tuple(raw["match"])
         raw["compute_capability"] = tuple(raw["compute_capability"])
         for name, value in raw.items():
             if isinstance(value, int | float) and value <= 0:
-                raise ValueError(f"{path}: {name}={value}: expected a positive number")
+                raise SchemeError(f"{path}: {name}={value}: expected a positive number")
         return cls(**raw)
 
 
@@ -69,7 +69,7 @@ def load_description(name_or_path: str) -> DeviceDescription:
     """A packaged description by name (``h200``), or one from a JSON file.
 
     Raises:
-        ValueError: neither a packaged name nor a readable description.
+        SchemeError: neither a packaged name nor a readable description.
     """
     packaged = FOLDER / f"{name_or_path.lower()}.json"
     if packaged.is_file():
@@ -77,7 +77,7 @@ def load_description(name_or_path: str) -> DeviceDescription:
     if Path(name_or_path).suffix == ".json":
         return DeviceDescription.from_json(Path(name_or_path))
     known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.json")))
-    raise ValueError(f"device={name_or_path!r}: expected one of {known}, or a .json file")
+    raise SchemeError(f"device={name_or_path!r}: expected one of {known}, or a .json file")
 
 
 def describe(device: torch.device | str) -> DeviceDescription | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench.statistics import TimingSummary
-from oss_fused.errors import BackendUnavailableError
+from oss_fused.errors import BackendUnavailableError, SchemeError
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Objective:
     A weighted product: halving one quantity is worth the same wherever it stands.
 
     Raises:
-        ValueError: a negative weight, or none above 0.
+        SchemeError: a negative weight, or none above 0.
     """
 
     latency: float = 1.0
@@ -84,7 +84,16 @@ class Objective:
         """Check the weights."""
         weights = (self.latency, self.memory, self.energy)
         if min(weights) < 0 or max(weights) == 0:
-            raise ValueError(f"objective={weights}: expected weights >= 0, one above 0")
+            raise SchemeError(f"objective={weights}: expected weights >= 0, one above 0")
+
+    def __str__(self) -> str:
+        """Weights above 0, e.g. ``latency`` or ``latency+0.5memory``."""
+        weights = {name: getattr(self, name) for name in ("latency", "memory", "energy")}
+        return "+".join(
+            name if weight == 1 else f"{weight:g}{name}"
+            for name, weight in weights.items()
+            if weight
+        )
 
     def check_device(self, device: torch.device) -> None:
         """Raise BackendUnavailableError where a weighted quantity cannot be measured."""

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from oss_fused.errors import SchemeError
+
 Config = dict[str, int]
 
 
@@ -21,7 +23,7 @@ class ConfigSpace:
     """The product of the values of ``parameters``; iterating gives every config.
 
     Raises:
-        ValueError: no parameter, or one without values or with a repeated value.
+        SchemeError: no parameter, or one without values or with a repeated value.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -29,11 +31,11 @@ class ConfigSpace:
     def __post_init__(self) -> None:
         """Reject an empty space and freeze the mapping."""
         if not self.parameters:
-            raise ValueError("parameters={}: expected at least one parameter")
+            raise SchemeError("parameters={}: expected at least one parameter")
         frozen = {name: tuple(values) for name, values in self.parameters.items()}
         for name, values in frozen.items():
             if not values or len(set(values)) != len(values):
-                raise ValueError(f"parameters[{name!r}]={values}: expected distinct values")
+                raise SchemeError(f"parameters[{name!r}]={values}: expected distinct values")
         object.__setattr__(self, "parameters", MappingProxyType(frozen))
 
     @classmethod

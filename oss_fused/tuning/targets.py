@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import Tolerance
-from oss_fused.errors import TritonKernelError
+from oss_fused.errors import SchemeError, TritonKernelError
 from oss_fused.kernels.registry import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.space import (
@@ -141,7 +141,7 @@ def get_target(name: str) -> Target:
 
     Raises:
         TritonKernelError: the kernels cannot be imported here.
-        ValueError: unknown name.
+        SchemeError: unknown name.
     """
     if name == "rmsnorm_rope":
         return Target(
@@ -171,7 +171,7 @@ def get_target(name: str) -> Target:
             FP8GEMMInput,
         )
     if name != "matmul":
-        raise ValueError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
+        raise SchemeError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
     try:
         from oss_fused.kernels.triton.tutorial_matmul import matmul_v3
     except ImportError as error:

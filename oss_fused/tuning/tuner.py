@@ -19,9 +19,12 @@ from oss_fused.bench.accuracy import Tolerance, check_accuracy
 from oss_fused.bench.energy import energy_per_call_mj
 from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
-from oss_fused.errors import ShapeMismatchError, TritonKernelError
-from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache
+from oss_fused.errors import SchemeError, TritonKernelError
+from oss_fused.kernels.validation import check_device
+from oss_fused.tuning.cache import CacheEntry, TuningCache
 from oss_fused.tuning.device import DeviceDescription, describe
+from oss_fused.tuning.identity import kernel_identity
+from oss_fused.tuning.lookup import cache_key, shape_of
 from oss_fused.tuning.objective import (
     KernelMetrics,
     Objective,
@@ -56,7 +59,7 @@ class TritonAutoTuner:
         progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: a run count, or an empty config space.
+        SchemeError: a run count, or an empty config space.
     """
 
     def __init__(
@@ -80,9 +83,9 @@ class TritonAutoTuner:
     ) -> None:
         """Keep the settings; nothing runs before ``tune``."""
         if warmup_runs < 0:
-            raise ValueError(f"warmup_runs={warmup_runs}: expected at least 0")
+            raise SchemeError(f"warmup_runs={warmup_runs}: expected at least 0")
         if benchmark_runs < MIN_SAMPLES:
-            raise ValueError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
+            raise SchemeError(f"benchmark_runs={benchmark_runs}: expected at least {MIN_SAMPLES}")
         self.kernel_fn = kernel_fn
         self.config_space = ConfigSpace.of(config_space)
         self.warmup_runs = warmup_runs
@@ -111,7 +114,7 @@ class TritonAutoTuner:
         """Return the best config for these arguments, from the cache where it is known.
 
         Args:
-            *args: arguments of the kernel; the first tensor gives the dtype.
+            *args: arguments of the kernel.
             problem_size: sizes (a tuple), or a data class of specs.py, whose FLOPs and bytes then
                 give throughput and bandwidth.
             device: where to measure.
@@ -121,10 +124,12 @@ class TritonAutoTuner:
 
         Raises:
             TritonKernelError: no config ran and was right; the message lists why.
-            BackendUnavailableError: the objective cannot be measured on ``device``.
+            BackendUnavailableError: ``device`` is a GPU and none is usable here, or the objective
+                cannot be measured on it.
+            UnsupportedDeviceError: no such device.
             ShapeMismatchError: ``problem_size`` is not a tuple of sizes.
         """
-        run = _Run(self, args, problem_size, torch.device(device))
+        run = _Run(self, args, problem_size, check_device(device))
         if not force:
             known = self.cache.get(run.key)
             if known is not None and known.config in self.config_space:
@@ -144,7 +149,15 @@ class _Run:
         self.description = tuner.description or describe(device)
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
         self.dtype = first.dtype if first is not None else torch.float32
-        self.key = cache_key(tuner.operation, problem, self.dtype, device, tuner.description)
+        self.key = cache_key(
+            tuner.operation,
+            problem,
+            [a.dtype for a in args if isinstance(a, torch.Tensor)] or [self.dtype],
+            device,
+            tuner.description,
+            kernel=kernel_identity(tuner.kernel_fn),
+            objective=str(tuner.objective),
+        )
         self.trials: dict[tuple[tuple[str, int], ...], Trial] = {}
         self.expected: Any = None
         self.dead = False
@@ -326,57 +339,6 @@ class _Run:
         return (
             f"operation={self.tuner.operation!r}: no config of {len(self.trials)} works: {listed}"
         )
-
-
-def shape_of(problem_size: Any) -> tuple[int, ...]:
-    """The sizes of a tuple, or of a data class of specs.py.
-
-    Raises:
-        ShapeMismatchError: neither.
-    """
-    shape = getattr(problem_size, "shape", problem_size)
-    if not isinstance(shape, tuple | list) or not all(isinstance(s, int) for s in shape):
-        raise ShapeMismatchError(
-            f"problem_size={problem_size!r}: expected a tuple of sizes or a data class of specs"
-        )
-    return tuple(shape)
-
-
-def cache_key(
-    operation: str,
-    problem_size: Any,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    description: DeviceDescription | None = None,
-) -> CacheKey:
-    """The key of a result: a given description stands for the device it simulates."""
-    device = torch.device(device)
-    if description is not None:
-        name = description.name
-    else:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    dtype_name = str(dtype).removeprefix("torch.")
-    return CacheKey(operation, shape_of(problem_size), dtype_name, name)
-
-
-def get_cached_config(
-    operation: str,
-    problem_size: Any,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cuda:0",
-    cache: TuningCache | None = None,
-) -> Config | None:
-    """The tuned config of exactly this problem on this device, or None.
-
-    Args:
-        operation: the tuner's ``operation``.
-        problem_size: sizes, or a data class of specs.py.
-        dtype: dtype of the first tensor.
-        device: the device tuned on.
-        cache: default: the user's cache file.
-    """
-    entry = (cache or TuningCache()).get(cache_key(operation, problem_size, dtype, device))
-    return dict(entry.config) if entry else None
 
 
 def _frozen(config: Config) -> tuple[tuple[str, int], ...]:

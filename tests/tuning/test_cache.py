@@ -19,7 +19,9 @@ def entry(key=KEY, score=1.0, **config):
 
 
 def test_key_text_holds_all_it_depends_on():
-    assert str(KEY) == "gemm|128x256x64:bfloat16|NVIDIA H200|v1"
+    assert str(KEY) == "gemm||128x256x64:bfloat16|latency|NVIDIA H200|v1"
+    full = CacheKey("g", (1, 2), "float32,int8", "cpu", "v1", "m.f@12", "0.5memory")
+    assert str(full) == "g|m.f@12|1x2:float32,int8|0.5memory|cpu|v1"
 
 
 def test_entry_survives_the_file(tmp_path):
@@ -30,7 +32,9 @@ def test_entry_survives_the_file(tmp_path):
     assert str(KEY) in json.loads(path.read_text())["entries"]
 
 
-@pytest.mark.parametrize("field", ["operation", "dtype", "device", "versions"])
+@pytest.mark.parametrize(
+    "field", ["operation", "dtype", "device", "versions", "kernel", "objective"]
+)
 def test_another_key_is_a_miss(tmp_path, field):
     cache = TuningCache(tmp_path / "c.json")
     cache.put(entry())
@@ -69,7 +73,7 @@ def test_family_is_nearest_shape_first(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": 99, "entries": {}}', '{"format": 1, "entries": {"x": {"key": 3}}}'],
+    ["", "{", "[]", '{"format": 99, "entries": {}}', '{"format": 2, "entries": {"x": {"key": 3}}}'],
 )
 def test_damaged_file_is_set_aside_not_fatal(tmp_path, text):
     path = tmp_path / "c.json"
@@ -102,3 +106,17 @@ def test_concurrent_writers_lose_nothing(tmp_path):
 def test_default_path_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "oss_fused" / "tuning.json"
+
+
+def test_a_file_of_an_earlier_format_counts_as_empty(tmp_path, recwarn):
+    """Its keys do not say which kernel, objective and dtypes they are for."""
+    path = tmp_path / "c.json"
+    key = {"operation": "gemm", "shape": [1], "dtype": "bfloat16", "device": "d", "versions": "v"}
+    old = {"key": key, "config": {"B": 1}, "score": 1.0, "metrics": {}}
+    document = {"format": 1, "entries": {"gemm": {**old, "impossible": [], "tuned_at": ""}}}
+    path.write_text(json.dumps(document))
+    cache = TuningCache(path)
+    assert cache.entries() == {} and not recwarn.list
+    cache.put(entry())
+    assert [*json.loads(path.read_text())["entries"]] == [str(KEY)]
+    assert [file.name for file in tmp_path.glob("*corrupt*")] == []

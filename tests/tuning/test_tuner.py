@@ -8,16 +8,24 @@ import math
 import pytest
 import torch
 
-from oss_fused.errors import BackendUnavailableError, ShapeMismatchError, TritonKernelError
+from oss_fused.errors import (
+    BackendUnavailableError,
+    SchemeError,
+    ShapeMismatchError,
+    TritonKernelError,
+    UnsupportedDeviceError,
+)
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.device import load_description
+from oss_fused.tuning.identity import kernel_identity
+from oss_fused.tuning.lookup import get_cached_config
 from oss_fused.tuning.objective import KernelMetrics, Objective
 from oss_fused.tuning.prune import reason_to_skip
 from oss_fused.tuning.result import Status
 from oss_fused.tuning.simulate import simulated_gemm_ms, tune_simulated
 from oss_fused.tuning.space import FP8_GEMM_CONFIGS
-from oss_fused.tuning.tuner import TritonAutoTuner, get_cached_config
+from oss_fused.tuning.tuner import TritonAutoTuner
 
 SPACE = {"BLOCK_SIZE": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}
 X = torch.ones(4)
@@ -222,3 +230,86 @@ def test_summary_reports_latency_throughput_and_bandwidth_share(tmp_path):
     result = tune_simulated(load_description("h200"), problem, TuningCache(tmp_path / "c.json"))
     for word in (" ms,", " TFLOP/s,", " GB/s (", " of nominal) with BLOCK_M="):
         assert word in result.summary()
+
+
+def from_cache(tmp_path, function, *args, objective=None):
+    """Whether the cache had the answer; operation, sizes and file are the same in every call."""
+    tuner = TritonAutoTuner(
+        function,
+        {"BLOCK": (1, 2)},
+        0,
+        20,
+        operation="one",
+        cache=TuningCache(tmp_path / "c.json"),
+        timer=lambda call, repeats, device: [1.0] * repeats,
+        objective=objective,
+    )
+    return tuner.tune(*args, problem_size=(4,), device="cpu").from_cache
+
+
+def scaled(factor):
+    return lambda *tensors, BLOCK: tensors[0] * factor
+
+
+def test_the_key_holds_kernel_objective_and_every_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(Objective, "check_device", lambda self, device: None)
+    double, triple = (lambda *t, BLOCK: t[0] * 2), (lambda *t, BLOCK: t[0] * 3)
+    searches = [
+        (double, X),
+        (triple, X),
+        (scaled(2), X),
+        (scaled(3), X),
+        (double, X, X),
+        (double, X, X.bfloat16()),
+    ]
+    for search in searches:
+        assert not from_cache(tmp_path, *search), search
+    for search in searches:
+        assert from_cache(tmp_path, *search), search
+    memory = Objective(latency=1, memory=1)
+    assert not from_cache(tmp_path, double, X, objective=memory)
+    assert not from_cache(tmp_path, double, X, objective=Objective(memory=0.5))
+    assert from_cache(tmp_path, double, X, objective=memory)
+
+    known = {"problem_size": (4,), "device": "cpu", "cache": TuningCache(tmp_path / "c.json")}
+    with pytest.raises(SchemeError, match="6 tuned entries fit"):
+        get_cached_config("one", dtype=torch.float32, **known)
+    both = (torch.float32, torch.bfloat16)
+    assert get_cached_config("one", dtype=both, kernel_fn=double, **known)
+    assert get_cached_config("one", dtype=both, **known)
+    assert get_cached_config("one", dtype=both, kernel_fn=triple, **known) is None
+    alone = {"dtype": [torch.float32], "kernel_fn": double, **known}
+    assert get_cached_config("one", objective=memory, **alone)
+    assert get_cached_config("one", objective=Objective(energy=1), **alone) is None
+
+
+def test_identity_follows_what_a_kernel_uses(monkeypatch):
+    def helper(x):
+        return x + 1
+
+    def other(x):
+        return x + 2
+
+    def kernel(x, BLOCK):
+        return used_by_kernel(x)  # noqa: F821
+
+    found = []
+    for value in (helper, other, helper):
+        monkeypatch.setitem(kernel.__globals__, "used_by_kernel", value)
+        found.append(kernel_identity(kernel))
+    assert found[0] == found[2] != found[1]
+    assert f"{kernel.__module__}.test_identity_follows" in found[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_missing_gpu_is_named(tmp_path):
+    with pytest.raises(BackendUnavailableError, match="device='cuda:0'"):
+        tuner_of(tmp_path, Simulated(bowl)).tune(X, problem_size=(4,))
+    with pytest.raises(BackendUnavailableError, match="device='cuda:0'"):
+        get_cached_config("toy", (4,))
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "cpu:x"])
+def test_an_unknown_device_is_named(tmp_path, device):
+    with pytest.raises(UnsupportedDeviceError, match="device="):
+        tuner_of(tmp_path, Simulated(bowl)).tune(X, problem_size=(4,), device=device)
