@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""``oss_fused:build_info`` on vLLM's /metrics: which versions and settings a server runs."""
+"""The server on vLLM's /metrics: versions and settings that it runs, its start, its memory."""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
 from oss_fused import __version__, envs
+from oss_fused.bench import processes
 from oss_fused.bench.environment import version
 
 # settings that choose code paths; the others are numbers and folders
@@ -16,7 +28,7 @@ _LABELS = {
 
 
 def labels() -> dict[str, str]:
-    """Label -> value of the metric, which itself is always 1."""
+    """Label -> value of ``oss_fused:build_info``, which itself is always 1."""
     versions = {
         "version": __version__,
         "vllm": version("vllm") or "",
@@ -25,8 +37,61 @@ def labels() -> dict[str, str]:
     return versions | {label: envs.get(name) for label, name in _LABELS.items()}
 
 
-def register_build_info() -> None:
-    """Add the metric to the registry that vLLM serves; once a process."""
-    from prometheus_client import Info
+def server_pid() -> int:
+    """Process of `vllm serve`: this one, or the one that started this API server."""
+    parent = multiprocessing.parent_process()
+    return os.getpid() if parent is None or parent.pid is None else parent.pid
 
-    Info("oss_fused:build", "Versions and settings of this server").info(labels())
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory that a process and all that it started hold for themselves, without mapped files."""
+    total = 0
+    for each in (pid, *processes.descendants(pid)):
+        with suppress(OSError):
+            status = Path(f"/proc/{each}/status").read_text()
+            # processes that end have no such line
+            found = re.search(r"^RssAnon:\s*(\d+) kB", status, re.MULTILINE)
+            total += int(found[1]) * 1024 if found else 0
+    return total
+
+
+class ServerCollector:
+    """Prometheus collector of what the server is, alike in each of its API servers."""
+
+    def describe(self) -> list[Any]:
+        """Nothing: all is read when asked for."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Versions and settings, start, memory."""
+        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+        pid = server_pid()
+        yield InfoMetricFamily("oss_fused:build", "Versions and settings of this server", labels())
+        start = psutil.Process(pid).create_time()
+        yield GaugeMetricFamily("oss_fused:start_time_seconds", "Start, in Unix time", start)
+        memory = anonymous_bytes(pid)
+        yield GaugeMetricFamily("oss_fused:memory_bytes", "Memory of all its processes", memory)
+
+
+def register_collectors(*collectors: Any) -> None:
+    """Have /metrics show ``collectors``, with one API server and with several; once a process.
+
+    With several, vLLM serves a registry of its own that holds a MultiProcessCollector alone:
+    values of all processes, which Prometheus' client has for counters and gauges only.
+    """
+    from prometheus_client import REGISTRY
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    for collector in collectors:
+        REGISTRY.register(collector)
+    shared: Any = MultiProcessCollector
+    theirs = shared.collect
+
+    @functools.wraps(theirs)
+    def collect(self: Any) -> Iterator[Any]:
+        yield from theirs(self)
+        for collector in collectors:
+            yield from collector.collect()
+
+    shared.collect = collect

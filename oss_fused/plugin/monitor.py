@@ -47,15 +47,20 @@ logger = init_logger(__name__)
 class Statistics:
     """Figures of all layers, sample by sample; knows nothing of devices."""
 
-    def __init__(self, names: list[str], limits: list[float], rank: int) -> None:
+    def __init__(self, names: list[str], limits: list[float], rank: int, exact: int = 0) -> None:
         """Start empty.
 
         Args:
             names: of the layers, in model order.
             limits: the magnitude at which each saturates; inf for scales taken while serving.
             rank: tensor-parallel.
+            exact: layers that run with 16-bit activations by policy.
         """
-        self.layers = {name: LayerFigures() for name in names}
+        self.layers = {
+            name: LayerFigures(saturated=None if limit == float("inf") else 0)
+            for name, limit in zip(names, limits)
+        }
+        self.exact = exact
         # layers that have no form with 16-bit activations
         self.fp8_only: set[str] = set()
         self.limits, self.rank = limits, rank
@@ -79,7 +84,7 @@ class Statistics:
         # what follows a NaN is full of it: the first layer is where to look
         first = dict(list(faults["NaN or Inf"].items())[:1])
         self._warn(faults)
-        write_figures(self.rank, self.samples, len(exact_layers()), self.layers)
+        write_figures(self.rank, self.samples, self.exact, self.layers)
         bad = first | faults["saturation"] | faults["outliers"]
         bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
         if bad and policy_path() is not None:
@@ -97,7 +102,8 @@ class Statistics:
         lost, full = len(row) - len(finite), int((finite >= limit).sum())
         figures.tokens += len(row)
         figures.nonfinite += lost
-        figures.saturated += full
+        if figures.saturated is not None:
+            figures.saturated += full
         if lost:
             faults["NaN or Inf"][name] = f"NaN or Inf in {lost} of {len(row)} tokens"
         if full > _SATURATED * len(row):
@@ -150,6 +156,8 @@ class Monitor:
         self.every, self.rank = every, rank
         self.sampling = self.serving = False
         self._steps = 0
+        # as the layers were made: what the file gets from now on holds for the next start
+        self._exact = frozenset(exact_layers())
         self._index: dict[int, int] = {}
         self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
 
@@ -183,7 +191,7 @@ class Monitor:
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
-        self.statistics = Statistics(names, limits, self.rank)
+        self.statistics = Statistics(names, limits, self.rank, len(self._exact & set(names)))
         self.statistics.fp8_only = fp8_only
 
     def stop(self) -> None:

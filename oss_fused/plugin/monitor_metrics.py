@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: MIT
 """The monitor's figures on vLLM's /metrics.
 
-Workers are processes of their own: each writes its figures to a file, and a collector in the API
-server's Prometheus registry reads the files when it is asked.
+Workers are processes of their own: each writes its figures to a file, and a collector in each API
+server reads the files when it is asked.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from oss_fused import envs
+from oss_fused.bench.folder import write_json
 from oss_fused.errors import SchemeError
 
 _DIR = "OSS_FUSED_MONITOR_DIR"
@@ -41,17 +43,17 @@ class LayerFigures:
     Attributes:
         tokens: looked at.
         nonfinite: of them with NaN or Inf.
-        saturated: of them that reach the limit of a static scale.
+        saturated: of them that reach the limit of a static scale; None without such a scale.
         outliers: samples with an amax far above the usual.
-        amax: largest finite magnitude in the last sample.
+        amax: largest finite magnitude in the last sample that had one.
         usual: moving average of amax.
     """
 
     tokens: int = 0
     nonfinite: int = 0
-    saturated: int = 0
+    saturated: int | None = None
     outliers: int = 0
-    amax: float = 0.0
+    amax: float | None = None
     usual: float = 0.0
 
 
@@ -68,8 +70,13 @@ def interval() -> int:
 
 
 def share_folder() -> None:
-    """In the process that starts the others: make the folder that all of them use."""
+    """Make the folder that all processes of the server use; in the one that starts the others."""
+    if multiprocessing.parent_process() is not None and envs.get(_DIR):
+        return
     if envs.get(_DIR):
+        # of a server that has ended: nobody feeds them any more
+        for path in Path(envs.get(_DIR)).glob("rank*.json"):
+            path.unlink(missing_ok=True)
         return
     folder = tempfile.mkdtemp(prefix="oss-fused-monitor-")
     os.environ[_DIR] = folder
@@ -89,21 +96,19 @@ def write_figures(rank: int, samples: int, exact: int, layers: dict[str, LayerFi
         "rank": rank,
         "samples": samples,
         "exact": exact,
-        "layers": {name: asdict(figures) for name, figures in layers.items()},
+        "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
     }
-    folder = Path(envs.get(_DIR))
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f"rank{rank}.tmp"
-    scratch.write_text(json.dumps(content))
-    scratch.replace(folder / f"rank{rank}.json")
-    # set by vLLM when it starts several API servers
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        _share(content)
+    write_json(Path(envs.get(_DIR)) / f"rank{rank}.json", content)
 
 
 def read_figures() -> list[dict[str, Any]]:
     """The files of all ranks."""
-    return [json.loads(path.read_text()) for path in sorted(Path(envs.get(_DIR)).glob("*.json"))]
+    figures = []
+    for path in sorted(Path(envs.get(_DIR)).glob("rank*.json")):
+        # a file may go while we look, when the server ends
+        with suppress(FileNotFoundError):
+            figures.append(json.loads(path.read_text()))
+    return figures
 
 
 class Collector:
@@ -129,33 +134,12 @@ class Collector:
 
 
 def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, str], float]]:
-    """Metric, labels and value of everything in a rank's file."""
+    """Metric, labels and value of everything in a rank's file; nothing for what was not seen."""
     rank = {"rank": str(content["rank"])}
     yield _SAMPLES, rank, content["samples"]
     yield _EXACT, rank, content["exact"]
     for layer, figures in content["layers"].items():
         labels = {"layer": layer, **rank}
-        yield _AMAX, labels, figures["amax"]
-        for field, metric in _COUNTERS.items():
-            yield metric, labels, figures[field]
-
-
-@functools.cache
-def _shared_gauge(name: str, meaning: str, labels: tuple[str, ...]) -> Any:
-    from prometheus_client import Gauge
-
-    return Gauge(name, meaning, labels, multiprocess_mode="mostrecent")
-
-
-def _share(content: dict[str, Any]) -> None:
-    """Give the values to all API servers: they serve values of this kind and no collectors."""
-    for (name, meaning), labels, value in _samples(content):
-        full = name if (name, meaning) in (_AMAX, _EXACT) else f"{name}_total"
-        _shared_gauge(full, meaning, tuple(labels)).labels(**labels).set(value)
-
-
-def register_collector() -> None:
-    """Add the collector to the registry that a single API server serves."""
-    from prometheus_client import REGISTRY
-
-    REGISTRY.register(Collector())
+        for field, metric in {"amax": _AMAX, **_COUNTERS}.items():
+            if figures[field] is not None:
+                yield metric, labels, figures[field]

@@ -7,10 +7,12 @@ are quantised inside compiled and captured graphs, which would all have to be ma
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
 from oss_fused import envs
+from oss_fused.bench.folder import write_json
 from oss_fused.errors import SchemeError
 
 _KIND = "oss_fused.monitor_policy"
@@ -47,15 +49,19 @@ def exact_layers() -> dict[str, str]:
 def add_layers(layers: dict[str, str]) -> None:
     """Add ``layers`` to the file; reasons that it has already stay.
 
+    Ranks and servers may do so at once: none loses what another added.
+
     Raises:
         OSError: it cannot be written.
         SchemeError: it holds something else.
     """
     path = policy_path()
-    merged = layers | exact_layers()
-    if path is None or merged == exact_layers():
+    if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"kind": _KIND, "layers": merged}, indent=1) + "\n")
-    scratch.replace(path)
+    # the file itself is replaced, so that the lock lies on one beside it
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = exact_layers()
+        if not layers.keys() <= known.keys():
+            write_json(path, {"kind": _KIND, "layers": layers | known})

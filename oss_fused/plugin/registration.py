@@ -42,14 +42,15 @@ def register_all() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from oss_fused.plugin.build_info import register_build_info
+    from oss_fused.plugin.build_info import ServerCollector, register_collectors
     from oss_fused.plugin.config import OssFp8Config
-    from oss_fused.plugin.monitor_metrics import interval, register_collector, share_folder
+    from oss_fused.plugin.monitor_metrics import Collector, interval, share_folder
 
-    register_build_info()
     if interval():
         share_folder()
-        register_collector()
+        register_collectors(ServerCollector(), Collector())
+    else:
+        register_collectors(ServerCollector())
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")

@@ -61,9 +61,10 @@ def served(tmp_path_factory, image):
     environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"SECRETS_DIR": str(folder / "secrets"), "PYTHONPATH": str(ROOT)}
+    environment |= {"SERVER_FILE": str(folder / "server.json")}
     flags = ["--skip-tokenizer-init", "--max-model-len", "64", "--enforce-eager"]
     command = [sys.executable, str(image / "entrypoint.py")]
     log = folder / "server.log"
     with Server("tiny", str(model), flags, log, environment, command=command) as server:
         server.wait_until_healthy()
-        yield Served(server, environment | {"PORT": str(server.port)}, image)
+        yield Served(server, environment, image)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import helm_python
@@ -11,20 +12,30 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from oss_fused import envs
 from tests.deploy.conftest import ROOT
 
 CHART = ROOT / "deploy/kubernetes/oss-fused"
 EXAMPLES = sorted((ROOT / "deploy/kubernetes/examples").glob("*.yaml"))
 # of the Prometheus operator, LeaderWorkerSet and KServe: no schema on PyPI (docs/deploy.md)
 FOREIGN = ("ServiceMonitor", "LeaderWorkerSet", "InferenceService")
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def with_model(**changes: Any) -> dict[str, Any]:
+    """Values whose only model differs from the default in ``changes``."""
+    model = copy.deepcopy(DEFAULTS["servingEngineSpec"]["modelSpec"][0])
+    model["vllmConfig"] |= changes.pop("vllmConfig", {})
+    return {"servingEngineSpec": {"modelSpec": [model | changes]}}
+
+
 EVERYTHING = {
-    "servingEngineSpec": {"existingApiKeySecret": "key"},
+    **with_model(pvcAccessMode=["ReadWriteMany"]),
     "autoscaling": {"enabled": True},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {"allowEgress": True},
     "calibrationJob": {"enabled": True, "claimName": "models", "args": ["--kv-cache", "fp8"]},
 }
-DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +49,6 @@ def render(chart, values: dict[str, Any]) -> dict[str, dict]:
     texts = chart.render(values, name="demo", namespace="llm").values()
     documents = [d for text in texts for d in yaml.safe_load_all(text) if d]
     return {document["kind"]: document for document in documents}
-
-
-def with_model(**changes: Any) -> dict[str, Any]:
-    """Values whose only model differs from the default in ``changes``."""
-    model = copy.deepcopy(DEFAULTS["servingEngineSpec"]["modelSpec"][0])
-    model["vllmConfig"] |= changes.pop("vllmConfig", {})
-    return {"servingEngineSpec": {"modelSpec": [model | changes]}}
 
 
 def check(document: dict) -> None:
@@ -81,10 +85,168 @@ def test_pods_are_confined(chart) -> None:
             assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
             assert context["capabilities"]["drop"] == ["ALL"]
             assert container["resources"]["limits"]["memory"]
-    server = documents["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    server = container_of(documents)
     assert "key" not in str(server["args"]) and "KEY" not in str(server["env"])
     for probe in ("startupProbe", "readinessProbe"):
         assert server[probe]["exec"]["command"][-1].endswith("healthcheck.py")
+
+
+def pod_of(documents: dict[str, dict]) -> dict[str, Any]:
+    return documents["Deployment"]["spec"]["template"]["spec"]
+
+
+def container_of(documents: dict[str, dict]) -> dict[str, Any]:
+    return pod_of(documents)["containers"][0]
+
+
+def environment_of(documents: dict[str, dict]) -> dict[str, str]:
+    return {item["name"]: item["value"] for item in container_of(documents)["env"]}
+
+
+@pytest.mark.parametrize(("grace", "pre_stop"), [(65, 5), (300, 20), (30, 0)])
+def test_streams_may_end_within_the_grace_period(chart, grace, pre_stop) -> None:
+    engine = {"terminationGracePeriodSeconds": grace, "preStopSeconds": pre_stop}
+    documents = render(chart, {"servingEngineSpec": engine})
+    container = container_of(documents)
+    assert pod_of(documents)["terminationGracePeriodSeconds"] == grace
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(pre_stop)]
+    assert environment_of(documents)["GRACE_PERIOD"] == str(grace - pre_stop)
+    check(documents["Deployment"])
+
+
+def test_key_is_the_default_and_its_absence_is_asked_for(chart) -> None:
+    documents = render(chart, {})
+    assert environment_of(documents)["AUTH"] == "on"
+    secret = next(v for v in pod_of(documents)["volumes"] if v["name"] == "secrets")["secret"]
+    assert secret["secretName"] == "oss-fused-api-key" and not secret.get("optional")
+    assert secret["items"] == [{"key": "api_key", "path": "api_key"}]
+    anonymous = {"existingApiKeySecret": "", "allowAnonymous": True}
+    documents = render(chart, {"servingEngineSpec": anonymous})
+    assert environment_of(documents)["AUTH"] == "off"
+    assert all(volume["name"] != "secrets" for volume in pod_of(documents)["volumes"])
+
+
+def test_monitor_is_set_and_can_be_turned_off(chart) -> None:
+    assert environment_of(render(chart, {}))["OSS_FUSED_MONITOR"] == "100"
+    assert environment_of(render(chart, with_model(monitorEvery=0)))["OSS_FUSED_MONITOR"] == "0"
+
+
+def test_variables_that_a_user_may_set_are_this_packages(chart) -> None:
+    items = chart_schema()["properties"]["servingEngineSpec"]["properties"]["modelSpec"]["items"]
+    _, known = items["properties"]["env"]["items"]["properties"]["name"]["anyOf"]
+    # the chart has a value for the monitor
+    assert {*known["enum"], "OSS_FUSED_MONITOR"} == set(envs.VARIABLES)
+    name = {"name": "OSS_FUSED_ATTENTION", "value": "vllm"}
+    assert environment_of(render(chart, with_model(env=[name])))["OSS_FUSED_ATTENTION"] == "vllm"
+
+
+def chart_schema() -> dict[str, Any]:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def allowed(documents: dict[str, dict], namespace: str, labels: dict[str, str]) -> bool:
+    """Whether the policy lets a pod of these labels and that namespace reach the server's port."""
+
+    def matches(selector: dict | None, found: dict[str, str]) -> bool:
+        return selector is None or selector.get("matchLabels", {}).items() <= found.items()
+
+    own = {"kubernetes.io/metadata.name": "llm"}
+    theirs = {"kubernetes.io/metadata.name": namespace}
+    policy = documents["NetworkPolicy"]["spec"]
+    server = documents["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert matches(policy["podSelector"], server), "the policy is about another pod"
+    port = container_of(documents)["ports"][0]["name"]
+    for rule in policy["ingress"]:
+        assert [p["port"] for p in rule["ports"]] == [port]
+        for peer in rule["from"]:
+            # without a namespace selector a peer is of the policy's own namespace
+            inside = (
+                matches(peer["namespaceSelector"], theirs)
+                if "namespaceSelector" in peer
+                else theirs == own
+            )
+            if inside and matches(peer.get("podSelector"), labels):
+                return True
+    return False
+
+
+def test_network_policy_lets_prometheus_in_and_nobody_else(chart) -> None:
+    prometheus = {"app.kubernetes.io/name": "prometheus"}
+    monitored = {"serviceMonitor": {"enabled": True}}
+    documents = render(chart, monitored)
+    assert allowed(documents, "monitoring", prometheus)
+    assert allowed(documents, "llm", {"app": "client"}), "the same namespace still may"
+    assert not allowed(documents, "monitoring", {"app": "other"})
+    assert not allowed(documents, "other", prometheus)
+    assert not allowed(render(chart, {}), "monitoring", prometheus)
+    namespace = {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}
+    peer = {"namespaceSelector": namespace, "podSelector": {"matchLabels": {"app": "prom"}}}
+    monitored["serviceMonitor"]["scrapeFrom"] = [peer]
+    assert allowed(render(chart, monitored), "observability", {"app": "prom"})
+    # a client's list replaces the namespace, not Prometheus
+    clients = {"networkPolicy": {"allowFrom": [{"podSelector": {"matchLabels": {"app": "web"}}}]}}
+    documents = render(chart, monitored | clients)
+    assert allowed(documents, "observability", {"app": "prom"})
+    assert allowed(documents, "llm", {"app": "web"})
+    assert not allowed(documents, "llm", {"app": "client"})
+
+
+def test_network_policy_lets_the_server_reach_the_hub_if_it_must(chart) -> None:
+    dns = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+    hub = {"ports": [{"protocol": "TCP", "port": 443}]}
+
+    def egress(values: dict[str, Any]) -> list[dict]:
+        documents = render(chart, values)
+        check(documents["NetworkPolicy"])
+        return documents["NetworkPolicy"]["spec"]["egress"]
+
+    assert egress({}) == [dns]
+    online = with_model(hubOffline=False, modelURL="org/model")
+    assert egress(online) == [dns, hub]
+    assert egress(online | {"networkPolicy": {"allowEgress": True}}) == [dns, {}]
+    assert environment_of(render(chart, online))["HF_HUB_OFFLINE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus"), [((1, 1, 1), 1), ((2, 2, 1), 4), ((2, 1, 4), 8), ((1, 1, 2), 0)]
+)
+def test_gpus_of_every_parallelism(chart, sizes, gpus) -> None:
+    names = ("tensorParallelSize", "pipelineParallelSize", "dataParallelSize")
+    values = with_model(requestGPU=gpus, vllmConfig=dict(zip(names, sizes)))
+    container = container_of(render(chart, values))
+    flags = dict(arg.split("=", 1) for arg in container["args"] if arg.startswith("--"))
+    tp, pp, dp = sizes
+    assert flags["--tensor-parallel-size"] == str(tp)
+    assert flags.get("--pipeline-parallel-size", "1") == str(pp)
+    assert flags.get("--data-parallel-size", "1") == str(dp)
+    assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == gpus
+
+
+def test_long_contexts_are_written_out(chart) -> None:
+    """Helm reads numbers as floats, which a template prints as 1.048576e+06."""
+    values = with_model(vllmConfig={"maxModelLen": 1048576}, monitorEvery=1000000)
+    documents = render(chart, values)
+    assert "--max-model-len=1048576" in container_of(documents)["args"]
+    assert environment_of(documents)["OSS_FUSED_MONITOR"] == "1000000"
+
+
+def test_several_replicas_on_a_claim_that_they_can_share(chart) -> None:
+    many = {"pvcAccessMode": ["ReadWriteMany"], "requestGPU": 0}
+    spec = render(chart, with_model(replicaCount=3, **many))["Deployment"]["spec"]
+    assert spec["replicas"] == 3 and spec["strategy"]["type"] == "RollingUpdate"
+    # a new pod on another node could not mount the claim while the old one has it
+    spec = render(chart, with_model(requestGPU=0))["Deployment"]["spec"]
+    assert spec["strategy"]["type"] == "Recreate"
+
+
+def test_upgrade_replaces_a_changed_calibration(chart) -> None:
+    def job(**changes: Any) -> str:
+        settings = {"enabled": True, "claimName": "models"} | changes
+        return render(chart, {"calibrationJob": settings})["Job"]["metadata"]["name"]
+
+    assert job() == job()
+    assert len({job(), job(tag="0.2.0"), job(args=["--kv-cache", "fp8"])}) == 3
+    assert len(job()) <= 63
 
 
 SENSELESS = {
@@ -102,6 +264,18 @@ SENSELESS = {
     "key in the environment": with_model(env=[{"name": "VLLM_API_KEY", "value": "x"}]),
     "low port": {"servingEngineSpec": {"containerPort": 80}},
     "budget of nothing": {"podDisruptionBudget": {"maxUnavailable": 0}},
+    "key on the command line, as vLLM takes it too": with_model(
+        vllmConfig={"extraArgs": ["--api_key", "x"]}
+    ),
+    "TLS that the probes do not speak": with_model(
+        vllmConfig={"extraArgs": ["--ssl-certfile=/models/cert.pem"]}
+    ),
+    "sizes beside requestGPU": with_model(vllmConfig={"extraArgs": ["--data_parallel_size=2"]}),
+    "drain beside the grace period": with_model(vllmConfig={"extraArgs": ["--shutdown-timeout=1"]}),
+    "typo in a variable": with_model(env=[{"name": "OSS_FUSED_ATENTION", "value": "vllm"}]),
+    "variable of the chart": with_model(env=[{"name": "AUTH", "value": "off"}]),
+    "scraped by everybody": {"serviceMonitor": {"scrapeFrom": [{}]}},
+    "scraped by nobody": {"serviceMonitor": {"scrapeFrom": []}},
     "colon in a metric": {"autoscaling": {"metricName": "vllm:num_requests_waiting"}},
     "output elsewhere": {"calibrationJob": {"output": "/etc"}},
 }
@@ -116,8 +290,17 @@ def test_senseless_values_are_refused(chart, name) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (with_model(vllmConfig={"tensorParallelSize": 2}), "needs requestGPU=2"),
-        ({"autoscaling": {"enabled": True, "minReplicas": 4, "maxReplicas": 2}}, "is below"),
+        (
+            with_model(vllmConfig={"tensorParallelSize": 2}),
+            r"requestGPU=1: expected .* 2 \* 1 \* 1",
+        ),
+        (with_model(vllmConfig={"dataParallelSize": 2}), r"requestGPU=1: expected .* 1 \* 1 \* 2"),
+        (with_model(replicaCount=2), "ReadWriteMany or ReadOnlyMany"),
+        ({"autoscaling": {"enabled": True}}, "found 4 replicas"),
+        ({"servingEngineSpec": {"existingApiKeySecret": ""}}, "or allowAnonymous=true"),
+        ({"servingEngineSpec": {"allowAnonymous": True}}, "and no Secret"),
+        ({"servingEngineSpec": {"terminationGracePeriodSeconds": 15}}, "preStopSeconds=5"),
+        ({"autoscaling": {"enabled": True, "minReplicas": 4, "maxReplicas": 1}}, "is below"),
         ({"calibrationJob": {"enabled": True}}, "claimName"),
     ],
 )

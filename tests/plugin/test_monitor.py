@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -13,6 +17,8 @@ import torch
 
 from oss_fused.errors import SchemeError
 from oss_fused.ops import registration
+from oss_fused.plugin import build_info
+from oss_fused.plugin.build_info import ServerCollector, register_collectors
 from oss_fused.plugin.monitor_metrics import (
     Collector,
     LayerFigures,
@@ -64,7 +70,6 @@ def test_statistics(folder, caplog, monkeypatch):
     assert seen["oss_fused:saturated_tokens_total", "b"] == 2
     assert seen["oss_fused:amax_outliers_total", "a"] == 1  # then it is the usual
     assert seen["oss_fused:activation_amax", "a"] == 20
-    assert seen["oss_fused:monitored_tokens_total", "unseen"] == 0
     assert set(exact_layers()) == {"a", "b"}
     kinds = [record.getMessage().split(" at ")[0] for record in caplog.records]
     assert kinds == [f"oss_fused monitor: {k}" for k in ("NaN or Inf", "saturation", "outliers")]
@@ -100,15 +105,114 @@ def test_settings(monkeypatch, tmp_path):
 
 
 def test_several_api_servers_get_shared_values(folder, monkeypatch):
-    """Prometheus then serves values of worker processes, and no collectors."""
-    from prometheus_client import REGISTRY
+    """vLLM then serves another registry, of values of all processes."""
+    from prometheus_client import REGISTRY, CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
 
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    registered = []
+    monkeypatch.setattr(REGISTRY, "register", registered.append)
+    monkeypatch.setattr(MultiProcessCollector, "collect", MultiProcessCollector.collect)
+    ours = ServerCollector(), Collector()
+    register_collectors(*ours)
+    assert registered == list(ours), "with one API server"
+    shared = CollectorRegistry()
+    MultiProcessCollector(shared, str(folder))
     write_figures(3, 7, 0, {"a": LayerFigures(tokens=5, amax=2.0)})
-    value = REGISTRY.get_sample_value
+    value = shared.get_sample_value
     assert value("oss_fused:monitor_samples_total", {"rank": "3"}) == 7
     assert value("oss_fused:monitored_tokens_total", {"layer": "a", "rank": "3"}) == 5
     assert value("oss_fused:activation_amax", {"layer": "a", "rank": "3"}) == 2
+    assert value("oss_fused:build_info", build_info.labels()) == 1
+    assert value("oss_fused:memory_bytes") > 2**20
+    assert 0 < time.time() - value("oss_fused:start_time_seconds") < 24 * 3600
+
+
+def test_api_servers_of_one_server_say_the_same():
+    """Each scrape meets one of them: a start time of its own would look like a restart."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(build_info.server_pid) == build_info.server_pid() == os.getpid()
+
+
+def test_memory_counts_all_processes():
+    before = build_info.anonymous_bytes(os.getpid())
+    code = "x = b'1' * (64 << 20); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()
+        grown = build_info.anonymous_bytes(os.getpid()) - before
+        child.communicate(b"\n")
+    assert 64 << 20 <= grown < 256 << 20
+
+
+def test_what_nothing_feeds_is_absent(folder):
+    """Layers that no step has reached, saturation without a static scale, amax of NaN alone."""
+    from oss_fused.plugin import monitor
+
+    limits = [float("inf"), 4.0, float("inf")]
+    statistics = monitor.Statistics(["dynamic", "static", "unseen"], limits, rank=0)
+    assert metrics() == {}
+    row = np.array([[float("nan")], [1.0], [0.0]], np.float32)
+    statistics.add(row, [1, 1, 0])
+    seen = metrics()
+    assert {layer for _, layer in seen} == {"dynamic", "static", ""}
+    assert seen["oss_fused:saturated_tokens_total", "static"] == 0
+    assert ("oss_fused:saturated_tokens_total", "dynamic") not in seen
+    assert ("oss_fused:activation_amax", "dynamic") not in seen
+    assert seen["oss_fused:activation_amax", "static"] == 1
+
+
+def test_figures_of_an_ended_server_are_absent(folder):
+    """Of a folder that the user named, with more ranks than the server has now."""
+    write_figures(7, 1, 0, {"a": LayerFigures(tokens=5)})
+    (folder / "figures/rank8.json").symlink_to(folder / "gone")
+    assert metrics()["oss_fused:monitored_tokens_total", "a"] == 5
+    share_folder()
+    assert metrics() == {}
+
+
+def test_layers_by_policy_are_those_of_the_start(folder):
+    from oss_fused.plugin.monitor import Monitor
+
+    add_layers({"early": "why", "of another model": "why"})
+    watcher = Monitor(1, rank=0)
+    add_layers({"late": "why"})
+    layers = torch.nn.ModuleList()
+    for name in ("early", "late", "other"):
+        layers.append(linear_layer(name))
+    watcher.watch(layers)
+    assert watcher.statistics.exact == 1
+
+
+def linear_layer(name):
+    """A module as the monitor finds it."""
+    from oss_fused.plugin.linear import OssFp8LinearMethod
+    from oss_fused.quant.scheme import FP8_DYNAMIC
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    layer.quant_method = OssFp8LinearMethod(FP8_DYNAMIC, True, name)
+    return layer
+
+
+def _add_some(worker: int) -> None:
+    for number in range(20):
+        add_layers({f"{worker}.{number}": "why"})
+
+
+def test_ranks_add_to_the_policy_at_once(folder):
+    """None fails, none loses what another wrote, and every reader finds a whole file."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_add_some, args=(rank,)) for rank in range(4)]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        exact_layers()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert len(exact_layers()) == 80
+    assert {path.name for path in folder.iterdir()} == {"policy.json", "policy.json.lock"}
 
 
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
