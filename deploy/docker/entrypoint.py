@@ -34,7 +34,11 @@ SHARED_FLAGS = (
     "--max-model-len",
     "--gpu-memory-utilization",
 )
-ALIASES = {"-q": "--quantization", "-tp": "--tensor-parallel-size"}
+ALIASES = {
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+    "-dp": "--data-parallel-size",
+}
 # of a grace period: ending the engine's processes once the last stream has ended
 TEARDOWN_SECONDS = 10
 # of the health check; below the 5 seconds that Docker and the probes give it
@@ -111,8 +115,8 @@ def check_key(source: str, key: str) -> str:
     return key
 
 
-def api_key(flags: dict[str, list[str]]) -> str | None:
-    """The key that clients must send; None if the user asked for a server without one.
+def api_keys(flags: dict[str, list[str]]) -> list[str]:
+    """The keys of which clients must send one; none if the user asked for a server without.
 
     Raises:
         StartError: there is no key and no AUTH=off, a bad key, more than one, or a key
@@ -131,7 +135,7 @@ def api_key(flags: dict[str, list[str]]) -> str | None:
     if not switch("AUTH"):
         if given:
             raise StartError(f"AUTH='off': but {next(iter(given))} gives a key; expected one")
-        return None
+        return []
     if not keys:
         folder = Path(os.environ.get("SECRETS_DIR", "/run/secrets"))
         found = sorted(os.listdir(folder)) if folder.is_dir() else "no such folder"
@@ -139,7 +143,7 @@ def api_key(flags: dict[str, list[str]]) -> str | None:
             f"API key: no file api_key in {folder} (found: {found}); expected one, or "
             "VLLM_API_KEY, or AUTH=off to serve whoever asks"
         )
-    return keys[0]
+    return keys
 
 
 def shutdown_seconds() -> int:
@@ -210,7 +214,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not arguments or arguments[0].startswith("-"):
             raise StartError(f"arguments {arguments}: expected a MODEL, then flags of vllm serve")
-        key = api_key(flags_of(arguments))
+        keys = api_keys(flags_of(arguments))
         preflight = doctor_flags(arguments[1:])
         examine = switch("DOCTOR")
         serve = command_of(arguments)
@@ -218,10 +222,15 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError, IndexError, AttributeError, yaml.YAMLError) as error:
         print(f"entrypoint: {error}", file=sys.stderr)
         return 2
-    if key is None:
+    if keys:
+        # variables do not show in the process list
+        os.environ |= {"API_KEYS": "\n".join(keys), "VLLM_API_KEY": keys[0]}
+        serve += ["--middleware", "oss_fused.plugin.api_key.KeyForAllPaths"]
+    else:
         print("entrypoint: AUTH=off: whoever reaches the server may use it", file=sys.stderr)
-    elif "--api-key" not in flags_of(arguments):
-        os.environ["VLLM_API_KEY"] = key
+    several = {"--api-server-count", "--data-parallel-size"} & flags_of(arguments).keys()
+    if any((flags_of(arguments)[name] or ["1"])[-1] != "1" for name in several):
+        print("entrypoint: with several API servers streams break at SIGTERM", file=sys.stderr)
     model = arguments[0]
     if examine:
         local = [model] if Path(model).is_dir() else []

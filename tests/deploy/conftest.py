@@ -52,19 +52,26 @@ def image(tmp_path_factory) -> Path:
     return folder
 
 
+def container(image: Path, folder: Path, flags: list[str], **variables: str) -> Server:
+    """A server of a tiny model, as the container starts it; its files lie in ``folder``."""
+    # static scales: layers with others cannot saturate
+    model = calibrate(build(folder / "model", "llama"), inputs="tensor")
+    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"SERVER_FILE": str(folder / "server.json"), "PYTHONPATH": str(ROOT)}
+    environment |= variables
+    flags = ["--skip-tokenizer-init", "--enforce-eager", *flags]
+    command = [sys.executable, str(image / "entrypoint.py")]
+    return Server("tiny", str(model), flags, folder / "server.log", environment, command=command)
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory, image):
     folder = tmp_path_factory.mktemp("served")
-    model = calibrate(build(folder / "model", "llama"))
     (folder / "secrets").mkdir()
     (folder / "secrets/api_key").write_text(f"{API_KEY}\n")
-    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
-    environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"SECRETS_DIR": str(folder / "secrets"), "PYTHONPATH": str(ROOT)}
-    environment |= {"SERVER_FILE": str(folder / "server.json")}
-    flags = ["--skip-tokenizer-init", "--max-model-len", "64", "--enforce-eager"]
-    command = [sys.executable, str(image / "entrypoint.py")]
-    log = folder / "server.log"
-    with Server("tiny", str(model), flags, log, environment, command=command) as server:
+    # with several API servers vLLM serves another registry of metrics
+    flags = ["--max-model-len", "64", "--api-server-count", "2"]
+    with container(image, folder, flags, SECRETS_DIR=str(folder / "secrets")) as server:
         server.wait_until_healthy()
-        yield Served(server, environment, image)
+        yield Served(server, server._environment, image)

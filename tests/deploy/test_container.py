@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.request
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +33,8 @@ from cryptography.x509.oid import NameOID
 
 from oss_fused import envs
 from oss_fused.bench import processes
-from tests.deploy.conftest import API_KEY, ROOT
+from oss_fused.errors import ServerError
+from tests.deploy.conftest import API_KEY, ROOT, container
 from tests.deploy.hostile import make, make_bases
 
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("Dockerfile*"))
@@ -187,7 +190,8 @@ def test_bad_settings_are_refused(entrypoint, capsys, variables, flags, reason) 
 def test_key_reaches_the_server_and_no_command_line(entrypoint) -> None:
     (Path(os.environ["SECRETS_DIR"]) / "api_key").write_text(f" {API_KEY}\n")
     entrypoint.main(["m"])
-    assert os.environ["VLLM_API_KEY"] == API_KEY
+    assert os.environ["VLLM_API_KEY"] == os.environ["API_KEYS"] == API_KEY
+    assert "oss_fused.plugin.api_key.KeyForAllPaths" in entrypoint.started[0]
     assert API_KEY not in str(entrypoint.started)
     assert API_KEY not in entrypoint.server_file().read_text()
 
@@ -196,7 +200,46 @@ def test_server_without_a_key_must_be_asked_for(entrypoint, capsys) -> None:
     os.environ["AUTH"] = "off"
     entrypoint.main(["m"])
     assert entrypoint.started and "AUTH=off" in capsys.readouterr().err
-    assert "VLLM_API_KEY" not in os.environ
+    assert "VLLM_API_KEY" not in os.environ and "--middleware" not in entrypoint.started[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "key", "passes"),
+    [
+        ("/invocations", "POST", None, False),
+        ("/tokenize", "POST", "wrong", False),
+        ("/metrics/../invocations", "POST", None, False),
+        ("/", "GET", None, False),
+        ("/invocations", "POST", "k2", True),
+        ("/v1/models", "OPTIONS", None, True),
+        ("/health", "GET", None, True),
+        ("/metrics/", "GET", None, True),
+    ],
+)
+def test_every_path_but_a_few_needs_a_key(monkeypatch, path, method, key, passes) -> None:
+    from oss_fused.plugin.api_key import KeyForAllPaths
+
+    monkeypatch.setenv("API_KEYS", "k1\nk2")
+    reached, sent = [], []
+
+    async def app(scope, receive, send) -> None:
+        reached.append(scope["path"])
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+
+    async def ask() -> None:
+        await KeyForAllPaths(app)(scope, None, send)
+
+    asyncio.run(ask())
+    assert bool(reached) is passes
+    assert passes or sent[0]["status"] == 401
+    monkeypatch.delenv("API_KEYS")
+    with pytest.raises(ServerError, match="API_KEYS"):
+        KeyForAllPaths(app)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +327,7 @@ def test_health_check_asks_where_and_how_the_server_was_told(
         entrypoint.main(["m", f"--host={host}", "--port", str(port), *flags])
         # Docker and Kubernetes start the check with the container's variables, not the server's
         environment = dict(os.environ)
-        if way == "file":
+        if way != "variable":
             del environment["VLLM_API_KEY"]
         done = subprocess.run(check, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -317,6 +360,30 @@ def test_stop_ends_the_pre_flight(image, tmp_path) -> None:
 
 
 @pytest.mark.serve
+def test_stream_ends_before_the_server(image, tmp_path) -> None:
+    """SIGTERM while a stream runs: all of its tokens, then the end, within the grace period."""
+    variables = {"AUTH": "off", "DOCTOR": "off", "GRACE_PERIOD": "60"}
+    body = {"model": "tiny", "prompt": [3, 17, 42], "max_tokens": 300, "temperature": 0}
+    body |= {"ignore_eos": True, "detokenize": False, "stream": True, "return_token_ids": True}
+    with container(image, tmp_path, ["--max-model-len", "512"], **variables) as server:
+        server.wait_until_healthy()
+        process = server._process
+        url, headers = f"{server.url}/v1/completions", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            first = stream.readline()
+            process.terminate()
+            begin = time.monotonic()
+            lines = [first, *(line for line in stream if line.strip())]
+        assert process.wait(timeout=60) == 0
+        assert time.monotonic() - begin < 60
+    assert lines[-1].strip() == b"data: [DONE]"
+    answers = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines[:-1]]
+    assert sum(len(answer["token_ids"] or []) for answer in answers) == 300
+    assert [answer["finish_reason"] for answer in answers if answer["finish_reason"]] == ["length"]
+
+
+@pytest.mark.serve
 def test_health_of_a_real_server(served) -> None:
     check = [sys.executable, str(served.image / "healthcheck.py")]
     assert subprocess.run(check, env=served.environment, check=False).returncode == 0
@@ -330,6 +397,10 @@ def test_key_is_asked_for_and_never_shown(served) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         served.complete(key=None)
     assert API_KEY not in served.server.log_text()
+    # beyond vLLM's own guard: this one generates as well
+    for path in ("/invocations", "/tokenize"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{served.server.url}{path}", b"{}", timeout=10)
     processes_of = [psutil.Process(served.server._process.pid)]
     processes_of += processes_of[0].children(recursive=True)
     assert not any(API_KEY in word for process in processes_of for word in process.cmdline())

@@ -127,7 +127,7 @@ def test_key_is_the_default_and_its_absence_is_asked_for(chart) -> None:
 
 
 def test_monitor_is_set_and_can_be_turned_off(chart) -> None:
-    assert environment_of(render(chart, {}))["OSS_FUSED_MONITOR"] == "100"
+    assert environment_of(render(chart, {}))["OSS_FUSED_MONITOR"] == "2000"
     assert environment_of(render(chart, with_model(monitorEvery=0)))["OSS_FUSED_MONITOR"] == "0"
 
 

@@ -27,10 +27,14 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
-def rules(kind: str) -> list[dict]:
+def all_rules() -> list[dict]:
     files = sorted((MONITORING / "rules").glob("*.yml"))
     groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
-    return [rule for group in groups for rule in group["rules"] if kind in rule]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def rules(kind: str) -> list[dict]:
+    return [rule for rule in all_rules() if kind in rule]
 
 
 def queries() -> list[str]:
@@ -62,6 +66,34 @@ def test_every_alert_is_documented_and_tested() -> None:
         assert rule["annotations"]["summary"] and rule["labels"]["severity"]
         assert rule["alert"] in cases, "promtool has no case that makes it fire"
     assert len(anchors) == len(rules("alert")), "an entry without an alert"
+
+
+def test_nothing_is_made_up() -> None:
+    """A figure that nothing feeds is absent: zero would look healthy."""
+    exprs = {rule.get("alert") or rule["record"]: rule["expr"] for rule in all_rules()}
+    made_up = [name for name, expr in exprs.items() if "vector(" in expr]
+    # the very absence of servers is what it counts
+    assert made_up == ["OssFusedNoServers"]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert [
+        panel["title"]
+        for panel in panels
+        if any("vector(" in target["expr"] for target in panel["targets"])
+    ] == ["Alerts firing"]
+
+
+def test_no_rule_needs_a_single_api_server() -> None:
+    """With several, Prometheus' client has neither process_* nor python_*."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    exprs = [rule["expr"] for rule in all_rules()]
+    exprs += [target["expr"] for panel in panels for target in panel["targets"]]
+    assert not [expr for expr in exprs if re.search(r"\b(process|python)_", expr)]
+
+
+def test_alerts_compare_upwards() -> None:
+    for rule in rules("alert"):
+        down = rule["alert"] in ("OssFusedNoServers", "OssFusedDown")
+        assert re.search(r" (==|>) [\d.e]+$", rule["expr"])[1] == ("==" if down else ">")
 
 
 def test_provisioning_fits_together() -> None:
