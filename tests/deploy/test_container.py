@@ -104,6 +104,7 @@ def test_compose_lets_streams_end(entrypoint) -> None:
     default = entrypoint.command_of(["m"])
     os.environ["GRACE_PERIOD"] = grace
     assert entrypoint.command_of(["m"]) == default, "an image without compose"
+    assert "--shutdown-timeout" in default
     seconds = int(default[default.index("--shutdown-timeout") + 1])
     assert 30 <= seconds <= int(grace) - entrypoint.TEARDOWN_SECONDS
 
