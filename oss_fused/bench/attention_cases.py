@@ -85,7 +85,7 @@ class Case:
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             torch.ops.oss_fused.decode_attention(
                 *(self.query, keys, values, self.table, self.lens, self.out, self.arrivals),
-                *(self.shape.head_dim**-0.5, self.shape.window, self.sinks, *scales),
+                *(self.shape.head_dim**-0.5, self.shape.window, self.sinks, *scales, True),
             )
 
         return [functools.partial(call, *cache) for cache in self.caches]

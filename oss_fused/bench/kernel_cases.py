@@ -75,7 +75,7 @@ def _norm_quant(rows: int, hidden: int) -> Prepared:
 
     return Prepared(
         [
-            functools.partial(ops.add_rms_norm_quant, x, r, weight, EPS, None, False)
+            functools.partial(ops.add_rms_norm_quant, x, r, weight, EPS, None, False, True)
             for x, r in sets
         ],
         {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Matrix products measured by bench_kernels: FP8 GEMM and gated MLP."""
+"""Matrix products measured by bench_kernels: FP8 GEMM with prefetched weights, gated MLP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _gemm(m: int, n: int, k: int, small: bool) -> Prepared:
         baselines["cublaslt"] = [functools.partial(lt, b, s) for b, s in weights]
     return Prepared(
         [
-            functools.partial(ops.fp8_gemm, a, b, a_scale, s, None, torch.bfloat16)
+            functools.partial(ops.fp8_gemm, a, b, a_scale, s, None, torch.bfloat16, True)
             for b, s in weights
         ],
         baselines,
@@ -90,7 +90,7 @@ def _linear(m: int, n: int, k: int) -> Prepared:
         )
 
     return Prepared(
-        [functools.partial(ops.fp8_linear, x, b, s, None, None) for b, s in weights],
+        [functools.partial(ops.fp8_linear, x, b, s, None, None, True) for b, s in weights],
         {"vllm": [functools.partial(vllm, b, s) for b, s in weights]},
         error,
         GEMM_TOLERANCE,

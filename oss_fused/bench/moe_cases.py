@@ -101,7 +101,7 @@ def compile_batch(job: tuple[int, int, bool]) -> None:
 
     get_kernel("triton", "moe_mxfp4")(
         *inputs(tokens, experts, 0), w13, scale(2 * HIDDEN), bias(2 * HIDDEN),
-        w2, scale(HIDDEN), bias(HIDDEN), TOP_K, True, None, "swigluoai", 0 if fp8 else -1,
+        w2, scale(HIDDEN), bias(HIDDEN), TOP_K, True, None, "swigluoai", 0 if fp8 else -1, True,
     )  # fmt: skip
     torch.cuda.synchronize()
 
@@ -171,7 +171,8 @@ def measure(
     from oss_fused.kernels.triton.launch import runs_gluon
 
     ours = get_kernel("triton", "moe_mxfp4")
-    options = (None, "swigluoai", 0 if fp8 else -1)
+    # w2 is prefetched, as the served layers ask for it
+    options = (None, "swigluoai", 0 if fp8 else -1, True)
     sets = [inputs(tokens, experts, seed) for seed in range(len(weights))]
     expected = get_kernel("torch", "moe_mxfp4")(*sets[0], *weights[0].arguments(), *options)
     error = _relative(ours(*sets[0], *weights[0].arguments(), *options), expected)
@@ -198,7 +199,7 @@ def measure(
 
     def down(i: int) -> torch.Tensor:
         packed, bias = weights[i].packed2, weights[i].w2_bias
-        return moe.down(routings[i], acts[i], None, *packed, bias, HIDDEN, y_dtype, config)
+        return moe.down(routings[i], acts[i], None, *packed, bias, HIDDEN, y_dtype, config, True)
 
     def layer(i: int) -> torch.Tensor:
         return ours(*sets[i], *weights[i].arguments(), *options)

@@ -5,8 +5,6 @@ Args of the operator:
     query: [T, Hq, D], one token of each of T sequences; bf16, fp16 or e4m3 (with q_scale).
     key_cache, value_cache: [pages, page_size, Hkv, D], any strides, unit stride along D; the
         dtype of query, or e4m3 with k_scale and v_scale. Hq is a multiple of Hkv.
-        Positions before a sequence's last, block_table and seq_lens are older than the kernel
-        launched just before: on a GPU they are read while it may still run.
     block_table: [T, max_pages] int32; page of each run of page_size positions.
     seq_lens: [T] int32, the position of the query included; 0 marks a padding row (result 0).
     out: [T, Hq, D] bf16 or fp16, written.
@@ -16,6 +14,8 @@ Args of the operator:
     window: positions that a query sees, itself included; 0 for all.
     sinks: [Hq], a logit of each head that takes weight and adds no value.
     q_scale, k_scale, v_scale: float32 dequantisation multipliers of one element.
+    prefetch_table: the caller vouches that no kernel still running writes block_table or seq_lens
+        (ops/gemm.py): they are then read before the kernels ahead have finished.
 
 Formula: online softmax, https://arxiv.org/abs/2205.14135; sinks, https://arxiv.org/abs/2309.17453.
 """
@@ -41,6 +41,7 @@ def _decode_attention_fake(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    prefetch_table: bool = False,
 ) -> None:
     return None
 
@@ -48,6 +49,7 @@ def _decode_attention_fake(
 register_op(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
     "Tensor seq_lens, Tensor(a!) out, Tensor(b!) arrivals, float softmax_scale, int window, "
-    "Tensor? sinks, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale) -> ()",
+    "Tensor? sinks, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "bool prefetch_table=False) -> ()",
     _decode_attention_fake,
 )

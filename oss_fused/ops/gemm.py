@@ -7,6 +7,11 @@ rounded once to out_dtype. On a CPU ``b`` may be float32 holding the values of e
 
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
 and multiplied as above; the result has x's dtype.
+
+prefetch_weights: the caller vouches that whatever still runs or waits on the stream leaves the
+weights alone, with their scales, bias and norm gain. Decode kernels then ask for them before the
+kernels ahead have finished. False is right after any kernel that may have written one of them; a
+kernel launched without programmatic dependent launch, or the start of a CUDA graph, ends the doubt.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ def _fp8_gemm_fake(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -33,17 +39,18 @@ def _fp8_linear_fake(
     weight_scale: torch.Tensor,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 register_op(
     "fp8_gemm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, "
-    "ScalarType out_dtype) -> Tensor",
+    "ScalarType out_dtype, bool prefetch_weights=False) -> Tensor",
     _fp8_gemm_fake,
 )
 register_op(
     "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? input_scale, "
-    "Tensor? bias) -> Tensor",
+    "Tensor? bias, bool prefetch_weights=False) -> Tensor",
     _fp8_linear_fake,
 )

@@ -14,7 +14,8 @@ moe_repack_mxfp4(weight, scale, gate_up) -> (packed, packed_scale)
     [E, N/64, ceil(K/128), 64]: as many bytes as scale, rounded up to whole chunks of 128 columns.
     Both are opaque; kernels/reference/mxfp4.py describes and inverts them.
 
-add_rms_norm_router(x, residual, weight, eps, gate, gate_bias) -> (normed, residual_out, logits)
+add_rms_norm_router(x, residual, weight, eps, gate, gate_bias, prefetch_weights=False)
+        -> (normed, residual_out, logits)
     What comes before the experts, for few tokens in one launch. x, residual [T, H], weight [H],
     gate [G, H], gate_bias [G], all of one dtype: residual_out = x + residual (a copy of x without
     residual), normed = rms_norm(residual_out) * weight rounded as in add_rms_norm_quant, logits
@@ -27,7 +28,7 @@ moe_route(router_logits, top_k, renormalize) -> (topk_weights, topk_ids)
     with NaN logits gets valid ids and NaN weights.
 
 moe_mxfp4(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, renormalize,
-          expert_map, activation, fp8_min_tokens) -> out
+          expert_map, activation, fp8_min_tokens, prefetch_weights=False) -> out
     out [T, H] = sum over the chosen experts of weight * (w2 @ act(w13 @ x + w13_bias) + w2_bias),
     in x's dtype. No all-reduce: with tensor parallelism pass w2_bias on one rank only, with expert
     parallelism each rank returns the share of its own experts.
@@ -51,6 +52,8 @@ moe_fp8(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k
     The same layer with float8_e4m3fn weights w13 [E, 2I, H] (rows gate, up, gate, up) and w2
     [E, H, I], as stored, and channel scales float32 [E, 2I, 1] and [E, H, 1]; H and I multiples
     of 16. x and the intermediate (rounded to x's dtype) are quantised per token.
+
+prefetch_weights is fp8_gemm's (ops/gemm.py), for the norm's and the router's weights or w2.
 
 Raises: ShapeMismatchError, UnsupportedDtypeError, UnsupportedDeviceError or SchemeError naming
 the argument.
@@ -78,6 +81,7 @@ def _add_rms_norm_router_fake(
     eps: float,
     gate: torch.Tensor,
     gate_bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], gate.shape[0])
 
@@ -106,6 +110,7 @@ def _moe_mxfp4_fake(
     expert_map: torch.Tensor | None = None,
     activation: str = "swigluoai",
     fp8_min_tokens: int = -1,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -133,7 +138,8 @@ register_op(
 )
 register_op(
     "add_rms_norm_router(Tensor x, Tensor? residual, Tensor weight, float eps, Tensor gate, "
-    "Tensor? gate_bias) -> (Tensor normed, Tensor residual_out, Tensor logits)",
+    "Tensor? gate_bias, bool prefetch_weights=False) -> "
+    "(Tensor normed, Tensor residual_out, Tensor logits)",
     _add_rms_norm_router_fake,
 )
 register_op(
@@ -143,7 +149,8 @@ register_op(
 register_op(
     "moe_mxfp4(Tensor x, Tensor router_logits, Tensor w13, Tensor w13_scale, Tensor? w13_bias, "
     "Tensor w2, Tensor w2_scale, Tensor? w2_bias, int top_k, bool renormalize, "
-    'Tensor? expert_map=None, str activation="swigluoai", int fp8_min_tokens=-1) -> Tensor',
+    'Tensor? expert_map=None, str activation="swigluoai", int fp8_min_tokens=-1, '
+    "bool prefetch_weights=False) -> Tensor",
     _moe_mxfp4_fake,
 )
 register_op(

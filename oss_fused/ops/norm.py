@@ -5,6 +5,7 @@ x, residual [..., H], weight [H]: ``residual_out = x + residual`` (a copy of x w
 ``normed = rms_norm(residual_out) * weight`` rounded to x.dtype where vLLM rounds, and
 ``q, scale = quantize_fp8(normed)``, per token, or static where ``scale`` [1] is given.
 With ``write_normed=False`` the normed rows are not written and ``normed`` is empty.
+``prefetch_weights`` is fp8_gemm's (ops/gemm.py), for ``weight``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def _add_rms_norm_quant_fake(
     eps: float,
     scale: torch.Tensor | None,
     write_normed: bool = True,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
     return (
@@ -34,6 +36,7 @@ def _add_rms_norm_quant_fake(
 
 register_op(
     "add_rms_norm_quant(Tensor x, Tensor? residual, Tensor weight, float eps, Tensor? scale, "
-    "bool write_normed=True) -> (Tensor q, Tensor scale, Tensor residual_out, Tensor normed)",
+    "bool write_normed=True, bool prefetch_weights=False) -> "
+    "(Tensor q, Tensor scale, Tensor residual_out, Tensor normed)",
     _add_rms_norm_quant_fake,
 )

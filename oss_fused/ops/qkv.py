@@ -14,6 +14,7 @@ rounded to x's dtype; residual [..., N].
 On a Hopper GPU they are one launch for few tokens: qkv_rope_kv up to 16 (head_dim a multiple of
 64, rotated whole and in NeoX pairs, no norm per head), the others up to 4; otherwise the kernels
 of their parts. The result is that of the parts; a sum of products may be rounded in another order.
+``prefetch_weights`` is fp8_gemm's (ops/gemm.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from oss_fused.ops.registration import register_op
 _ROPE = (
     "Tensor positions, Tensor cos_sin_cache, int num_heads, bool is_neox, Tensor(a!) key_cache, "
     "Tensor(b!) value_cache, Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? q_scale=None"
+    "Tensor? q_norm, Tensor? k_norm, float eps, Tensor? q_scale=None, bool prefetch_weights=False"
 )
 
 
@@ -50,6 +51,7 @@ def _qkv_rope_kv_fake(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     dtype = out_dtype if q_scale is None else FP8
     return x.new_empty((x.shape[0], num_heads * key_cache.shape[-1]), dtype=dtype)
@@ -76,6 +78,7 @@ def _norm_qkv_rope_kv_fake(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = x.dtype if q_scale is None else FP8
     q = x.new_empty((x.shape[0], num_heads * key_cache.shape[-1]), dtype=dtype)
@@ -89,13 +92,14 @@ def _fp8_linear_add_fake(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     return x.new_empty(residual.shape)
 
 
 register_op(
     "fp8_linear_add(Tensor x, Tensor weight, Tensor weight_scale, Tensor? input_scale, "
-    "Tensor? bias, Tensor residual) -> Tensor",
+    "Tensor? bias, Tensor residual, bool prefetch_weights=False) -> Tensor",
     _fp8_linear_add_fake,
 )
 register_op(

@@ -90,6 +90,8 @@ class OssAttentionImpl(FlashAttentionImpl):
             layer._q_scale if query.dtype == FP8 else None,
             layer._k_scale if quantised else None,
             layer._v_scale if quantised else None,
+            # table and lengths are made before the step's first kernel
+            True,
         )
         return output
 
@@ -165,6 +167,6 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
         lens = torch.ones(rows, dtype=torch.int32, device=device)
         torch.ops.oss_fused.decode_attention(
             *(query, keys, values, table, lens, out, impl.arrivals, impl.scale),
-            *(impl.sliding_window[0] + 1, impl.sinks, one, one, one),
+            *(impl.sliding_window[0] + 1, impl.sinks, one, one, one, True),
         )
         rows *= 2

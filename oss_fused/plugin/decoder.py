@@ -53,6 +53,7 @@ def norm_for(
         norm.variance_epsilon,
         None if dynamic else reader.input_scale,
         False,
+        prefetch_weights=True,
     )
     quantised = QuantizedActivation(
         data=codes, scale=scale, orig_dtype=x.dtype, orig_shape=x.shape, quant_key=key

@@ -142,6 +142,7 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
             layer.expert_map,
             "swigluoai",
             self.fp8_min_tokens,
+            True,
         )
 
 

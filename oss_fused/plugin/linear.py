@@ -169,14 +169,14 @@ class OssFp8LinearMethod(LinearMethodBase):
             rows = x.data.view(-1, x.data.shape[-1])
             scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
             out = torch.ops.oss_fused.fp8_gemm(
-                rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype
+                rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True
             )
             return out.view(*x.orig_shape[:-1], -1)
         if self.exact_inputs or self.scheme.input_activations is None:
             return _weight_only(x, layer.weight, layer.weight_scale, bias)
         input_scale = layer.input_scale if self.scheme.needs_data else None
         return torch.ops.oss_fused.fp8_linear(
-            x, layer.weight, layer.weight_scale, input_scale, bias
+            x, layer.weight, layer.weight_scale, input_scale, bias, True
         )
 
 

@@ -235,7 +235,7 @@ def norm_and_experts(
         x, residual = norm(x, residual)
         return mlp(x), residual
     x, residual, logits = torch.ops.oss_fused.add_rms_norm_router(
-        x, residual, norm.weight, norm.variance_epsilon, router.weight, router.bias
+        x, residual, norm.weight, norm.variance_epsilon, router.weight, router.bias, True
     )
     out = mlp.experts(hidden_states=x, router_logits=logits)
     return out[:, : mlp.hidden_size], residual
@@ -256,7 +256,7 @@ def warm_router(norm: RMSNorm, mlp: Any, limit: int) -> None:
     def run(tokens: int) -> None:
         x = torch.zeros(tokens, gain.shape[0], dtype=gain.dtype, device=gain.device)
         torch.ops.oss_fused.add_rms_norm_router(
-            x, x, gain, norm.variance_epsilon, router.weight, router.bias
+            x, x, gain, norm.variance_epsilon, router.weight, router.bias, True
         )
 
     shape, bias = tuple(router.weight.shape), router.bias is None

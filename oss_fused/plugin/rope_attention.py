@@ -58,7 +58,7 @@ def project_many(
     """fp8_gemm of more than FEW_TOKENS rows; for fewer, memory of the result's shape."""
     if x.shape[0] <= FEW_TOKENS:
         return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-    return torch.ops.oss_fused.fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
+    return torch.ops.oss_fused.fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype, True)
 
 
 def _project_many_fake(
@@ -172,7 +172,7 @@ class RopeAndCache:
         linear = attention.qkv_proj
         return torch.ops.oss_fused.qkv_rope_kv(
             *(projected[0], linear.weight, projected[1], linear.weight_scale, linear.bias),
-            *(rope.cos_sin_cache.dtype, *arguments),
+            *(rope.cos_sin_cache.dtype, *arguments, True),
         )
 
     def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:

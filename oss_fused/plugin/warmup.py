@@ -76,10 +76,10 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
         apply(layer, x, bias)
         # codes from a norm or an activation: at few rows another kernel than apply's
         codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
-        torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype)
+        torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype, True)
         if from_norm:
             for residual in (None, x):
-                torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False)
+                torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False, True)
         if isinstance(layer, RowParallelLinear) and static is None:
             torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
 

@@ -197,7 +197,7 @@ def gpu_tuner(
 
 def gpu_launch(bucket: int, n: int, k: int, device: torch.device) -> Launch:
     """Calls of every kernel on random codes of a shape, the weights taking turns."""
-    from oss_fused.kernels.triton.gemm import kernels
+    from oss_fused.kernels.triton.gemm import PREFETCHING, kernels
 
     copies = max(1, min(_MAX_COPIES, int(_ROTATED_BYTES // (n * k)) + 1))
     a = torch.randn(bucket, k, device=device).to(torch.float8_e4m3fn)
@@ -208,7 +208,9 @@ def gpu_launch(bucket: int, n: int, k: int, device: torch.device) -> Launch:
 
     def launch(kernel: str, config: Config) -> torch.Tensor:
         out = torch.empty(bucket, n, dtype=torch.bfloat16, device=device)
-        kernels(device)[kernel](a, next(weights), a_scale, b_scale, None, out, **config)
+        # as the served layers run them
+        early = {"prefetch_weights": True} if kernel in PREFETCHING else {}
+        kernels(device)[kernel](a, next(weights), a_scale, b_scale, None, out, **config, **early)
         return out
 
     return launch

@@ -120,7 +120,9 @@ def test_weights_quantised_just_before(hopper, m):
 @pytest.mark.parametrize("m,n,k", [(65, 136, 256), (1000, 1300, 1040)])
 def test_gated_mlp(hopper, activation, fp8, m, n, k):
     x = torch.randn(m, k, device=CUDA, dtype=torch.bfloat16)
-    weights = [torch.randn(n, k, device=CUDA, dtype=torch.bfloat16) / k**0.5 for _ in range(2)]
+    # gate and up differ in size, and so do their scales
+    sizes = (1 / k**0.5, 4 / k**0.5)
+    weights = [torch.randn(n, k, device=CUDA, dtype=torch.bfloat16) * size for size in sizes]
     scales = [None, None]
     if fp8:
         pairs = [ops.quantize_fp8(w, None, "channel") for w in weights]

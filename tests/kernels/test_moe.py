@@ -67,6 +67,13 @@ def test_reference_layer(dtype, activation, renormalize):
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+def test_reference_layer_clamps():
+    """Twenty times the input: gates and ups beyond the clamps at 7, on both sides."""
+    layer = Layer(128, 96, 8)
+    x, logits = 20 * torch.randn(5, 128), torch.randn(5, 8)
+    assert relative_error(layer.run(x, logits), layer.expected(x, logits)) < TOLERANCE[x.dtype]
+
+
 def test_reference_fp8_activations_stay_close():
     layer = Layer(128, 96, 8)
     x, logits = torch.randn(16, 128).bfloat16(), torch.randn(16, 8)

@@ -41,6 +41,14 @@ def test_default_tiles(device, hidden, inter, tokens):
     assert relative_error(actual, expected) < SAME_ARITHMETIC
 
 
+@pytest.mark.parametrize("fp8", [-1, 0])
+def test_gates_and_ups_beyond_the_clamps(device, fp8):
+    layer = Layer(192, 96, 4).to(device)
+    x, logits = inputs(device, 9, 192, 4)
+    actual, expected = run(layer, 20 * x, logits, fp8=fp8)
+    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else SAME_ARITHMETIC)
+
+
 CONFIGS = [
     MoEConfig(8, Tile(1, 1, 3), Tile(1, 1, 3, shares=4), True),
     MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2), True),
@@ -130,6 +138,15 @@ def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
     # for many tokens each expert's share is rounded to bfloat16 before the shares are added
     exact = SAME_ARITHMETIC if tokens < 700 else 2 * SAME_ARITHMETIC
     assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [-1, 0])
+def test_many_tokens_beyond_the_clamps(device, fp8):
+    layer = Layer(256, 128, 4).to(device)
+    x, logits = inputs(device, 1500, 256, 4)
+    actual, expected = run(layer, 20 * x, logits, fp8=fp8)
+    assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else 2 * SAME_ARITHMETIC)
 
 
 @pytest.mark.gpu

@@ -47,6 +47,17 @@ def test_ties_infinities_and_nan(moe_route, device):
     assert set(ids[3].tolist()) <= {0, 1, 2, 3} and weights[3].isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_the_lowest_of_equal_experts_come_first(moe_route, device, tokens):
+    """As a stable sort orders them; most logits here have equals, in the first row all."""
+    logits = torch.randint(-2, 3, (tokens, 32), generator=torch.Generator().manual_seed(1)).float()
+    logits[0] = 1.5
+    _, ids = moe_route(logits.to(device), 4, True)
+    assert torch.equal(
+        ids.cpu().long(), logits.sort(dim=-1, descending=True, stable=True)[1][:, :4]
+    )
+
+
 def test_no_tokens_and_bad_arguments(moe_route, device):
     weights, ids = moe_route(torch.empty(0, 8, device=device), 2, True)
     assert weights.shape == ids.shape == (0, 2)

@@ -25,6 +25,7 @@ def fp8_gemm(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``.
 

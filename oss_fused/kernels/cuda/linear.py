@@ -17,6 +17,7 @@ def fp8_linear(
     weight_scale: torch.Tensor,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``."""
     n, k = weight.shape

@@ -27,6 +27,7 @@ def add_rms_norm_quant(
     eps: float,
     scale: torch.Tensor | None,
     write_normed: bool = True,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One launch where the normed rows are not asked for, else norm and quantiser in turn."""
     check_norm(x, residual, weight, scale)

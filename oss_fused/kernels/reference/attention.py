@@ -22,6 +22,7 @@ def decode_attention(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    prefetch_table: bool = False,
 ) -> None:
     """Softmax attention into ``out``; see ops/attention.py for the contract."""
     check_decode_attention(query, key_cache, value_cache, block_table, seq_lens, out, arrivals)

@@ -22,6 +22,7 @@ def fp8_gemm(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see ops/gemm.py for the contract."""
     check_gemm(a, b, a_scale, b_scale, bias)
@@ -35,6 +36,7 @@ def fp8_linear(
     weight_scale: torch.Tensor,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
     check_dtype("weight", weight, (FP8,) if weight.is_cuda else (FP8, torch.float32))

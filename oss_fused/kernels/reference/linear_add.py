@@ -16,6 +16,7 @@ def fp8_linear_add(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``fp8_linear(x, ...) + residual``; see ops/qkv.py for the contract."""
     check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]))

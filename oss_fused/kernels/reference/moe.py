@@ -47,6 +47,7 @@ def moe_mxfp4(
     expert_map: torch.Tensor | None = None,
     activation: str = "swigluoai",
     fp8_min_tokens: int = -1,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """MXFP4 experts; see ops/moe.py for the contract."""
     check_mxfp4_layer(

@@ -23,6 +23,7 @@ def add_rms_norm_quant(
     eps: float,
     scale: torch.Tensor | None,
     write_normed: bool = True,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual and normed row; see ops/norm.py for the contract."""
     check_norm(x, residual, weight, scale)

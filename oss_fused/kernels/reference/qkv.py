@@ -30,6 +30,7 @@ def qkv_rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Rotated q of the projection of ``x``; see ops/qkv.py for the contract."""
     qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
@@ -60,6 +61,7 @@ def norm_qkv_rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As qkv_rope_kv of the normalised sum of ``x`` and ``residual``; see ops/qkv.py."""
     rope = (num_heads, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale)

@@ -70,6 +70,7 @@ def add_rms_norm_router(
     eps: float,
     gate: torch.Tensor,
     gate_bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normed rows, new residual and router logits; see ops/moe.py for the contract."""
     check_norm_router(x, residual, weight, gate, gate_bias)

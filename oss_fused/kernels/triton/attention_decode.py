@@ -9,8 +9,8 @@ Split over the context: several programs a head take equal runs of tiles. A spli
 writes the result; otherwise each leaves its sum, maximum and weight in a scratch buffer, and the
 one that arrives last adds them up in order: one launch, no float atomics, the same bits each run.
 
-The first tile is loaded before the wait for the kernel ahead, but for the newest position, which
-that kernel may be writing.
+Keys and values are loaded after the wait for the kernel ahead: it writes the newest position of
+every sequence of the step, and a sequence that shares a full block may read another's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.numerics import INTERPRETED, from_fp8, round_to
 from oss_fused.kernels.validation import FP8
 from oss_fused.kernels.validation_attention import check_decode_attention
@@ -139,11 +139,13 @@ def _decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
+    wait_unless(PREFETCH)
     length = tl.load(seq_lens + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
@@ -164,26 +166,20 @@ def _decode_attention_kernel(
     begin = first + split * tiles_per_split * BLOCK_N
     end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
 
-    # all but the newest position was written by an earlier step: no need to wait for it
     positions = begin + tl.arange(0, BLOCK_N)
     valid = positions < end
-    newest = positions == length - 1
     k_rows, v_rows = _rows(
         table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn
     )
     k_offsets = k_rows[:, None] + offs_d[None, :]
     v_offsets = v_rows[:, None] + offs_d[None, :]
-    old = (valid & ~newest)[:, None] & in_d[None, :]
-    k = _load_tile(key_head, k_offsets, old, DTYPE)
-    v = _load_tile(value_head, v_offsets, old, DTYPE)
     start_next()
     wait_for_inputs()
+    mask = valid[:, None] & in_d[None, :]
+    k = _load_tile(key_head, k_offsets, mask, DTYPE)
+    v = _load_tile(value_head, v_offsets, mask, DTYPE)
     q_offsets = row * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
     q = _load_tile(query, q_offsets, mask_q, DTYPE)
-    if end == length:
-        new = newest[:, None] & in_d[None, :]
-        k = tl.where(new, _load_tile(key_head, k_offsets, new, DTYPE), k)
-        v = tl.where(new, _load_tile(value_head, v_offsets, new, DTYPE), v)
 
     scale = softmax_scale * _LOG2E
     if q_scale is not None:
@@ -294,6 +290,7 @@ def decode_attention(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    prefetch_table: bool = False,
 ) -> None:
     """Softmax attention into ``out``; see ops/attention.py for the contract."""
     check_decode_attention(query, key_cache, value_cache, block_table, seq_lens, out, arrivals)
@@ -341,6 +338,7 @@ def decode_attention(
         BLOCK_D=block_d,
         BLOCK_N=launch.block_n,
         DTYPE=_dot_dtype(out.dtype),
+        PREFETCH=prefetch_table,
         num_warps=launch.warps,
         num_stages=3,
         **pdl_options(query.device),

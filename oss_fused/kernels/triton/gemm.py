@@ -32,6 +32,9 @@ KERNELS: dict[str, Callable[..., None]] = {
     "tile": gemm_tile,
 }
 
+# those that can ask for weights before they wait for the kernels ahead
+PREFETCHING = frozenset({"gemv", "stream", "swap", "specialized"})
+
 # one launch that quantises in every CTA beats two launches up to so many rows and outputs, and
 # where K is a multiple of the block: the prologue repeats in every CTA. Measured in a chain of
 # decoder layers; launched alone, again and again, it looks better than it is
@@ -83,6 +86,7 @@ def fp8_gemm(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see ops/gemm.py for the contract."""
     check_gemm(a, b, a_scale, b_scale, bias)
@@ -93,10 +97,12 @@ def fp8_gemm(
         return out
     a, b = as_rows(a), as_rows(b)
     config = _tile(a.device, a.shape[0], b.shape[0], a.shape[1])
-    kernel = kernels(a.device)[config.pop("kernel")]
-    if kernel is not gemm_tile and not (_aligned(a) and _aligned(b)):
-        kernel, config = gemm_tile, {}
-    kernel(a, b, a_scale, b_scale, bias, out, **config)
+    name = config.pop("kernel")
+    if name != "tile" and not (_aligned(a) and _aligned(b)):
+        name, config = "tile", {}
+    if name in PREFETCHING:
+        config["prefetch_weights"] = prefetch_weights
+    kernels(a.device)[name](a, b, a_scale, b_scale, bias, out, **config)
     return out
 
 
@@ -106,6 +112,7 @@ def fp8_linear(
     weight_scale: torch.Tensor,
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see ops/gemm.py for the contract."""
     check_dtype("weight", weight, (FP8,))
@@ -116,8 +123,10 @@ def fp8_linear(
         config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
+            config["prefetch_weights"] = prefetch_weights
             gemv_linear(rows, weight, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
     strategy = "token" if input_scale is None else "tensor"
     q, scale = quantize_fp8(rows, input_scale, strategy)
-    return fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype).view(*x.shape[:-1], n)
+    out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights)
+    return out.view(*x.shape[:-1], n)

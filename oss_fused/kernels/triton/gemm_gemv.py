@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.numerics import (
     INTERPRETED,
     from_fp8,
@@ -215,6 +215,7 @@ def _gemv_kernel(
     ROWS_M: tl.constexpr,
     ROWS_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     X_WORDS: tl.constexpr = 2 if QUANTIZE else 1
     GROUPS: tl.constexpr = BLOCK_W // 4
@@ -223,6 +224,7 @@ def _gemv_kernel(
     offs_w = tl.arange(0, BLOCK_W)
     rows_b = b + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * stride_b
     rows_a = a + tl.minimum(offs_m, m - 1)[:, None] * stride_a
+    wait_unless(PREFETCH)
     first = tl.load(
         rows_b + offs_w[None, :],
         mask=(offs_w < k_words)[None, :],
@@ -292,9 +294,10 @@ def gemm_gemv(
     rows_n: int = 4,
     block_k: int = 1024,
     num_warps: int = 2,
+    prefetch_weights: bool = False,
 ) -> None:
     """Launch for M <= MAX_ROWS; K and the row strides must be multiples of 16."""
-    _launch(a, b, a_scale, b_scale, bias, out, rows_n, block_k, num_warps)
+    _launch(a, b, a_scale, b_scale, bias, out, rows_n, block_k, num_warps, prefetch_weights)
 
 
 def gemv_linear(
@@ -306,9 +309,10 @@ def gemv_linear(
     rows_n: int = 4,
     block_k: int = 1024,
     num_warps: int = 2,
+    prefetch_weights: bool = False,
 ) -> None:
     """Launch with x [M, K] bfloat16 or float16, quantised per token in the kernel."""
-    _launch(x, b, None, b_scale, bias, out, rows_n, block_k, num_warps)
+    _launch(x, b, None, b_scale, bias, out, rows_n, block_k, num_warps, prefetch_weights)
 
 
 def _launch(
@@ -321,6 +325,7 @@ def _launch(
     rows_n: int,
     block_k: int,
     num_warps: int,
+    prefetch_weights: bool,
 ) -> None:
     m, k = a.shape
     n = b.shape[0]
@@ -343,6 +348,7 @@ def _launch(
         ROWS_M=next_power_of_2(m),
         ROWS_N=rows_n,
         BLOCK_W=block_k // 4,
+        PREFETCH=prefetch_weights,
         num_warps=num_warps,
         **pdl_options(a.device),
     )

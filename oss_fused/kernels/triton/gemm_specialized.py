@@ -134,6 +134,7 @@ def _gemm_specialized_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     SECOND: gl.constexpr = c_desc is not None
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -150,7 +151,19 @@ def _gemm_specialized_kernel(
             (_multiply, (ring, scales, target, sizes, A_ROWS, B_ROWS, GROUP_M, SECOND, 1)),
             (
                 load_tiles,
-                (a_desc, b_desc, c_desc, ring, blocks_m, blocks_n, k, STEP_N, BLOCK_N, GROUP_M),
+                (
+                    a_desc,
+                    b_desc,
+                    c_desc,
+                    ring,
+                    blocks_m,
+                    blocks_n,
+                    k,
+                    STEP_N,
+                    BLOCK_N,
+                    GROUP_M,
+                    PREFETCH,
+                ),
             ),
         ],
         [4, 1],
@@ -168,6 +181,7 @@ def gemm_specialized(
     rows: int = 64,
     columns: int = 256,
     group_m: int = 8,
+    prefetch_weights: bool = False,
 ) -> None:
     """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
     m, k = a.shape
@@ -192,6 +206,7 @@ def gemm_specialized(
         STAGES=ring_stages((2 * rows + columns) * 128, 2 * CHUNK_BUFFERS * rows * chunk * 2),
         BUFFERS=CHUNK_BUFFERS,
         GROUP_M=group_m,
+        PREFETCH=prefetch_weights,
         num_warps=4,
         **pdl_options(a.device),
     )

@@ -2,8 +2,9 @@
 """FP8 GEMM for some tens of rows in Gluon: weights on their way before the inputs are there.
 
 Computes [N, K] @ [K, M] as gemm_swap does. Gluon states which copies are issued when: the
-first STAGES weight tiles of a CTA are requested before it waits for the kernel before, so that
-a chain of kernels keeps memory busy across their ends. Triton's own pipeliner cannot do that.
+first STAGES weight tiles of a CTA are requested before it waits for the kernel before, where the
+caller allows it, so that a chain of kernels keeps memory busy across their ends. Triton's own
+pipeliner cannot do that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.warp_pipeline import copy_box, descriptor, free_previous, next_slot
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
@@ -27,11 +28,12 @@ _RESERVED = 4 * 1024
 
 
 @gluon.jit
-def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k):
+def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH: gl.constexpr):
     tokens, weights, full, empty = buffers
     STAGES: gl.constexpr = weights.type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
     BYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    wait_unless(PREFETCH)
     for slot in gl.static_range(STAGES):
         start = slot * BLOCK_K
         ready = full.index(slot)
@@ -59,8 +61,9 @@ def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k):
 
 @gluon.jit
 def _multiply(
-    buffers, scales, first_m, first_n, m, n, k, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr
-):
+    buffers, scales, first_m, first_n, m, n, k, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):  # fmt: skip
     tokens, weights, full, empty = buffers
     a_scale, b_scale, bias, out = scales
     STAGES: gl.constexpr = weights.type.shape[0]
@@ -72,6 +75,7 @@ def _multiply(
     )
     offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, product))
     offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, product))
+    wait_unless(PREFETCH)
     # everything that the epilogue needs arrives while the weights do
     if B_ROWS:
         channel = gl.load(b_scale + offs_n, mask=offs_n < n, other=0.0)[:, None]
@@ -127,6 +131,7 @@ def _gemm_stream_kernel(
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -146,8 +151,8 @@ def _gemm_stream_kernel(
     scales = (a_scale, b_scale, bias, out)
     gl.warp_specialize(
         [
-            (_multiply, (buffers, scales, first_m, first_n, m, n, k, A_ROWS, B_ROWS)),
-            (_load, (a_desc, b_desc, buffers, warm, first_m, first_n, k)),
+            (_multiply, (buffers, scales, first_m, first_n, m, n, k, A_ROWS, B_ROWS, PREFETCH)),
+            (_load, (a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH)),
         ],
         [1],
         [24],
@@ -165,6 +170,7 @@ def gemm_stream(
     block_n: int = 64,
     block_k: int = 256,
     ctas: int = 2,
+    prefetch_weights: bool = False,
 ) -> None:
     """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16."""
     m, k = a.shape
@@ -183,6 +189,7 @@ def gemm_stream(
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         STAGES=min(stages, cdiv(k, block_k)),
+        PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
         **pdl_options(a.device),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.numerics import dot_fp8, round_to
 from oss_fused.kernels.triton.tma import row_descriptor
 
@@ -34,6 +34,7 @@ def _gemm_swap_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     first_n = tl.program_id(0) * BLOCK_N
     first_m = tl.program_id(1) * BLOCK_M
@@ -41,6 +42,7 @@ def _gemm_swap_kernel(
     offs_m = first_m + tl.arange(0, BLOCK_M)
     in_n = offs_n < n
     in_m = offs_m < m
+    wait_unless(PREFETCH)
     # everything that the epilogue needs arrives while the weights do
     if B_ROWS:
         channel = tl.load(b_scale + offs_n, mask=in_n, other=0.0)[:, None]
@@ -83,6 +85,7 @@ def gemm_swap(
     block_k: int = 256,
     num_stages: int = 5,
     num_warps: int = 4,
+    prefetch_weights: bool = False,
 ) -> None:
     """Launch; K and the row strides must be multiples of 16."""
     m, k = a.shape
@@ -102,6 +105,7 @@ def gemm_swap(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        PREFETCH=prefetch_weights,
         num_warps=num_warps,
         num_stages=num_stages,
         **pdl_options(a.device),

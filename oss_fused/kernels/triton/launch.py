@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-A kernel launched with ``launch_pdl=True`` may touch weights at once, since nothing writes them
-while a model serves. Everything else, outputs included, comes after ``wait_for_inputs``: the
-allocator may have handed us memory that the kernel before still reads.
+A kernel launched with ``launch_pdl=True`` touches nothing before ``wait_for_inputs``, outputs
+included: the allocator may have handed us memory that the kernel before still reads. Where the
+caller vouches for it (PREFETCH), the kernel asks for operands before it waits: for weights that no
+kernel of the step writes, or for a block table and lengths made before the step began. Without
+that ``wait_unless`` waits above those loads. The cache is never read early: another sequence of the
+same step may be writing a block that this one shares (docs/kernels.md).
 
 A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so that one such
 kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer
@@ -34,6 +37,13 @@ def start_next():
 def wait_for_inputs():
     """Wait until the kernels before this one have finished and their writes are visible."""
     if not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_unless(PREFETCH: tl.constexpr):
+    """``wait_for_inputs`` above loads that only a caller's word lets come before it."""
+    if not (INTERPRETED or PREFETCH):
         tl.extra.cuda.gdc_wait()
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.triton.gemm import fp8_linear
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.stream_parts import (
     BLOCK_K,
     SLABS,
@@ -52,6 +52,7 @@ def _linear_add_kernel(
     GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     ROWS: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     BOX: gl.constexpr = weight_desc.block_type.shape[0]
     WIDTH: gl.constexpr = weight_desc.block_type.shape[1]
@@ -66,6 +67,7 @@ def _linear_add_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
+    wait_unless(PREFETCH)
     for step in gl.static_range(STAGES):
         request_weights(weight_desc, first, first + BOX, step, step, full, boxes, SLABS)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
@@ -99,6 +101,7 @@ def fp8_linear_add(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``fp8_linear(x, ...) + residual``; see ops/qkv.py for the contract."""
     check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]))
@@ -111,7 +114,8 @@ def fp8_linear_add(
         or rows.shape[1] != weight.shape[1]
         or not fits(rows, weight, weight_scale, _BOX)
     ):
-        return fp8_linear(x, weight, weight_scale, input_scale, bias) + residual
+        linear = fp8_linear(x, weight, weight_scale, input_scale, bias, prefetch_weights)
+        return linear + residual
     k = weight.shape[1]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     _linear_add_kernel[(cdiv(n, 2 * _BOX),)](
@@ -132,6 +136,7 @@ def fp8_linear_add(
         GROUPS=groups(k),
         BLOCK_M=block_m(m),
         ROWS=next_power_of_2(m),
+        PREFETCH=prefetch_weights,
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -67,6 +67,7 @@ def moe_mxfp4(
     expert_map: torch.Tensor | None = None,
     activation: str = "swigluoai",
     fp8_min_tokens: int = -1,
+    prefetch_weights: bool = False,
     config: MoEConfig | None = None,
 ) -> torch.Tensor:
     """MXFP4 experts; see ops/moe.py for the contract. ``config`` overrides the choice of tiles."""
@@ -90,7 +91,10 @@ def moe_mxfp4(
         routing, w13, w13_scale, w13_bias, hidden, top_k, activation, x.dtype, levels, config
     )
     y_dtype = x.dtype if fp8 or config.large else torch.float32
-    y = down(routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config)
+    y = down(
+        routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config,
+        prefetch_weights,
+    )  # fmt: skip
     return combine(routing, y, out)
 
 
@@ -167,6 +171,7 @@ def down(
     inter: int,
     y_dtype: torch.dtype,
     config: MoEConfig,
+    prefetch_weights: bool,
 ) -> torch.Tensor:
     """w2 of sorted pairs plus bias, in shares to be added: [shares, P, H]."""
     pairs, levels, padded = act.shape
@@ -182,7 +187,7 @@ def down(
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
         act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
         KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
-        SHARES=config.down.shares, **options, **pdl_options(w2.device),
+        SHARES=config.down.shares, PREFETCH=prefetch_weights, **options, **pdl_options(w2.device),
     )  # fmt: skip
     return y
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.triton.launch import start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.moe_tile import (
     activation_position,
     dot_unpacked,
@@ -97,7 +97,7 @@ def _only_step(
     K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
     GROUPS: tl.constexpr, DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
 ):  # fmt: skip
-    """``_products`` of a share that is one step: its weights are on their way before the wait."""
+    """``_products`` of a share that is one step: its weights may come before the wait."""
     begin = share * DEPTH
     w, s = _load_step(weight, weight_scale, begin, K, ROWS, GROUPS, DEPTH, WARPGROUPS)
     wait_for_inputs()
@@ -232,6 +232,7 @@ def _down_kernel(
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
     LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
     STAGES: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
 
@@ -240,17 +241,20 @@ def _down_kernel(
     unit = tl.program_id(0)
     tile = tl.program_id(1)
     share = 0 if SHARES == 1 else tl.program_id(2)
+    wait_unless(PREFETCH)
     # the routing kernels have finished: gate_up waited for them before it let others start
     expert = tl.load(tiles + tile * 3)
     begin = tl.load(tiles + tile * 3 + 1)
     count = tl.load(tiles + tile * 3 + 2)
     if (expert < 0) | (count <= 0) | (begin < 0):
+        # the end of this grid must say that gate_up has ended, even where no expert is here
+        wait_for_inputs()
         return
     expert = expert.to(tl.int64)
     group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
     weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
     weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
-    # what the sums will be multiplied with and moved by comes with the weights, before the wait
+    # what the sums will be multiplied with and moved by comes with the weights
     row = group_row(tl.arange(0, 64 * GROUPS))
     words = tl.load(weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64)
     column = group * 64 + row

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -43,11 +43,13 @@ def _add_rms_norm_quant_kernel(
     BLOCK: tl.constexpr,
     STATIC: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
+    wait_unless(PREFETCH)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     start_next()
     wait_for_inputs()
@@ -80,6 +82,7 @@ def add_rms_norm_quant(
     eps: float,
     scale: torch.Tensor | None,
     write_normed: bool = True,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual and normed row; see ops/norm.py for the contract."""
     check_norm(x, residual, weight, scale)
@@ -116,6 +119,7 @@ def add_rms_norm_quant(
         BLOCK=block,
         STATIC=scale is not None,
         WRITE_NORMED=write_normed,
+        PREFETCH=prefetch_weights,
         num_warps=min(max(block // 1024, 1), 16),
         **pdl_options(x.device),
     )

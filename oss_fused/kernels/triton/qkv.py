@@ -36,6 +36,7 @@ def qkv_rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Rotated q of the projection of ``x``; see ops/qkv.py for the contract."""
     check_gemm(x, weight, x_scale, weight_scale, bias)
@@ -49,9 +50,9 @@ def qkv_rope_kv(
         return launch(
             *(x, x_scale, None, None, eps, weight, weight_scale, bias, positions, cos_sin_cache),
             *(num_heads, key_cache, value_cache, slot_mapping, k_scale, v_scale, q_scale),
-            out_dtype,
+            *(out_dtype, prefetch_weights),
         )[0]
-    qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
+    qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype, prefetch_weights)
     return rope_kv(
         *(qkv, positions, cos_sin_cache, num_heads, is_neox, key_cache, value_cache),
         *(slot_mapping, k_scale, v_scale, q_norm, k_norm, eps, q_scale),
@@ -79,6 +80,7 @@ def norm_qkv_rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As qkv_rope_kv of the normalised sum of ``x`` and ``residual``; see ops/qkv.py."""
     check_norm(x, residual, gain, None)
@@ -89,13 +91,15 @@ def norm_qkv_rope_kv(
         q, added = launch(
             *(x, None, residual, gain, norm_eps, weight, weight_scale, bias, positions),
             *(cos_sin_cache, num_heads, key_cache, value_cache, slot_mapping, k_scale, v_scale),
-            *(q_scale, x.dtype),
+            *(q_scale, x.dtype, prefetch_weights),
         )
         assert added is not None
         return q, added
-    codes, scale, added, _ = add_rms_norm_quant(x, residual, gain, norm_eps, None, False)
+    codes, scale, added, _ = add_rms_norm_quant(
+        x, residual, gain, norm_eps, None, False, prefetch_weights
+    )
     q = qkv_rope_kv(
         *(codes, weight, scale, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
-        *(q_norm, k_norm, eps, q_scale),
+        *(q_norm, k_norm, eps, q_scale, prefetch_weights),
     )
     return q, added

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.stream_parts import (
     BLOCK_K,
     GROUP_K,
@@ -91,6 +91,7 @@ def _qkv_kernel(
     GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     ROWS: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
@@ -109,6 +110,7 @@ def _qkv_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(slot), count=1)
+    wait_unless(PREFETCH)
     for step in gl.static_range(STAGES):
         request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
     wait_for_inputs()
@@ -228,6 +230,7 @@ def launch(
     v_scale: torch.Tensor | None,
     q_scale: torch.Tensor | None,
     dtype: torch.dtype,
+    prefetch_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q and, where ``gain`` asks for the norm, the new residual; arguments that fit."""
     m, k = x.shape
@@ -275,6 +278,7 @@ def launch(
         GROUPS=groups(k),
         BLOCK_M=block_m(m),
         ROWS=0 if gain is None else next_power_of_2(m),
+        PREFETCH=prefetch_weights,
         num_warps=4,
         **pdl_options(device),
     )

@@ -47,12 +47,8 @@ _TL_DTYPE = {
 
 
 @triton.jit
-def _quantize_row_kernel(
-    x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr, WEIGHT: tl.constexpr
-):
-    # a product fetches its weights before it waits: it must not start while we write them
-    if not WEIGHT:
-        start_next()
+def _quantize_row_kernel(x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+    start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
@@ -92,11 +88,8 @@ def _scale_kernel(amax_bits, scale):
 
 
 @triton.jit
-def _quantize_static_kernel(
-    x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr, WEIGHT: tl.constexpr
-):
-    if not WEIGHT:
-        start_next()
+def _quantize_static_kernel(x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr):
+    start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -201,7 +194,7 @@ def quantize_fp8(
     if scale is not None:
         check_scale("scale", scale, n_rows)
         check_same_device(x, scale=scale)
-        _quantize_static(rows, q, scale, strategy == "channel")
+        _quantize_static(rows, q, scale)
         return q, scale.clone()
     if strategy == "tensor":
         amax_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -210,7 +203,7 @@ def quantize_fp8(
         if x.numel():
             _amax_kernel[grid](rows, amax_bits, rows.stride(0), n_cols, BLOCK=_BLOCK)
         _scale_kernel[(1,)](amax_bits, out_scale, num_warps=1)
-        _quantize_static(rows, q, out_scale, True)
+        _quantize_static(rows, q, out_scale)
         return q, out_scale
     out_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     if n_cols == 0:
@@ -225,7 +218,6 @@ def quantize_fp8(
             n_cols,
             BLOCK=block,
             LOOP=n_cols > block,
-            WEIGHT=strategy == "channel",
             num_warps=min(max(block // 512, 1), 8),
             **pdl_options(x.device),
         )
@@ -281,9 +273,7 @@ def quantize_fp8_adjusted(
     return q, out_scale
 
 
-def _quantize_static(
-    rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, weight: bool
-) -> None:
+def _quantize_static(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
     n_rows, n_cols = rows.shape
     if rows.numel() == 0:
         return
@@ -296,7 +286,6 @@ def _quantize_static(
         0 if scale.numel() == 1 else scale.stride(0),
         n_cols,
         BLOCK=block,
-        WEIGHT=weight,
         num_warps=min(max(block // 512, 1), 4),
         **pdl_options(rows.device),
     )

@@ -47,10 +47,10 @@ def _rmsnorm_rope_kernel(
     right = left + half
     in_half = lane < half
     dtype: tl.constexpr = out.dtype.element_ty
-    gain_left = tl.load(weight + left, mask=mask, other=0.0)
-    gain_right = tl.load(weight + right, mask=mask, other=0.0)
     wait_for_inputs()
     start_next()
+    gain_left = tl.load(weight + left, mask=mask, other=0.0)
+    gain_right = tl.load(weight + right, mask=mask, other=0.0)
     # added after the divisions, which cost much more in 64 bits than in 32
     wide = tl.program_id(0).to(tl.int64) * 0
     for index in tl.range(0, ROWS, num_stages=STAGES):

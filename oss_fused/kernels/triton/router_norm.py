@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Residual add, RMSNorm and the router's product in one launch.
 
-A program takes one token and a few experts. It asks for their router weights before it waits for
-the kernel that makes x, computes the norm of the whole row (programs of a token repeat that: the
-row is 12 KB of L2) and its experts' logits. Above a few tokens repeating costs more than a second
-launch: then the norm is this kernel without experts, and the product is PyTorch's.
+A program takes one token and a few experts. It asks for their router weights, where the caller
+allows it before it waits for the kernel that makes x, computes the norm of the whole row (programs
+of a token repeat that: the row is 12 KB of L2) and its experts' logits. Above a few tokens
+repeating costs more than a second launch: then the norm is this kernel without experts, and the
+product is PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.moe_config import router_part
 from oss_fused.kernels.reference.router import check_norm_router
-from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.triton.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.triton.numerics import round_to
 
 
@@ -25,12 +26,14 @@ from oss_fused.kernels.triton.numerics import round_to
 def _add_rms_norm_router_kernel(
     x, residual, weight, gate, gate_bias, normed, residual_out, logits, eps,
     H: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * H
     part = tl.program_id(1)
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < H
+    wait_unless(PREFETCH)
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if gate is not None:
         expert = part * PART + tl.arange(0, PART)
@@ -63,6 +66,7 @@ def add_rms_norm_router(
     eps: float,
     gate: torch.Tensor,
     gate_bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normed rows, new residual and router logits; see ops/moe.py for the contract."""
     check_norm_router(x, residual, weight, gate, gate_bias)
@@ -79,7 +83,8 @@ def add_rms_norm_router(
             x, None if residual is None else residual.contiguous(), weight,
             gate if part else None, gate_bias if part else None, normed, residual_out, logits,
             eps, H=hidden, BLOCK=block, EXPERTS=experts, PART=part or 8,
-            num_warps=min(max(block // 512, 1), 16), **pdl_options(x.device),
+            PREFETCH=prefetch_weights, num_warps=min(max(block // 512, 1), 16),
+            **pdl_options(x.device),
         )  # fmt: skip
     if not (part and tokens):
         logits = F.linear(normed, gate, gate_bias)

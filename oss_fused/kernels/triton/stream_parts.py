@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Parts of the decode projections in Gluon: weights first, tokens quantised on the way.
 
-A CTA asks for its weights before it waits for the kernel before, then takes codes from memory or
-makes them itself, which every CTA repeats (one CTA making them for all costs more: 2 us until the
-others have seen its count). The product is gemm_stream's: [rows of the weight, K] @ [K, tokens],
-tokens on the narrow side.
+A CTA asks for its weights, before it waits for the kernel before where the caller allows it, then
+takes codes from memory or makes them itself, which every CTA repeats (one CTA making them for all
+costs more: 2 us until the others have seen its count). The product is gemm_stream's: [rows of the
+weight, K] @ [K, tokens], tokens on the narrow side.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.triton.gemm_large import tile_of
-from oss_fused.kernels.triton.launch import wait_for_inputs
+from oss_fused.kernels.triton.launch import wait_for_inputs, wait_unless
 
 # of 227 KB that a CTA can have; barriers take the rest
 _SHARED_BYTES = 225 * 1024
@@ -139,10 +139,11 @@ def load_tiles(
     STEP_N: gl.constexpr,
     OFFSET: gl.constexpr,
     GROUP_M: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):
     """The loading warp: every K block of every tile of this CTA, as soon as a slot is free.
 
-    The first weights are requested before the wait: the kernel before does not write them.
+    With PREFETCH the first weights are requested before the wait.
     """
     rows, columns, _more, full, empty = ring
     STAGES: gl.constexpr = columns.type.shape[0]
@@ -150,6 +151,7 @@ def load_tiles(
     ROWS: gl.constexpr = rows.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
     _first, block_n = tile_of(gl.program_id(0), blocks_m, blocks_n, GROUP_M)
+    wait_unless(PREFETCH)
     for slot in gl.static_range(STAGES):
         start = slot * BLOCK_K
         _request_columns(
