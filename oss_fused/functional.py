@@ -18,6 +18,7 @@ from oss_fused.kernels.validation import (
     check_eps,
     check_gated_mlp,
     check_product,
+    check_rmsnorm_rope,
     check_same_device,
     check_scale,
     check_strategy,
@@ -202,6 +203,7 @@ def fused_rmsnorm_rope(
         SchemeError: ``eps`` is negative or not finite.
     """
     check_eps(eps)
+    check_rmsnorm_rope(x, weight, cos, sin)
     if autograd.needs_grad(x, weight):
         return autograd.RMSNormRoPE.apply(x, weight, cos, sin, eps)
     return _ops.rmsnorm_rope(x, weight, cos, sin, eps)

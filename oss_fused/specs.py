@@ -257,7 +257,8 @@ def validate_rmsnorm_rope_inputs(
         OssFusedError: what ``fused_rmsnorm_rope`` raises for these arguments.
     """
     check_rmsnorm_rope(x, weight, cos, sin)
-    return RMSNormRoPEInput(*x.shape, cos.shape[1], x.dtype)
+    batch_size, seq_len, hidden_dim = x.shape
+    return RMSNormRoPEInput(batch_size, seq_len, hidden_dim, cos.shape[1], x.dtype)
 
 
 def validate_gated_mlp_inputs(
