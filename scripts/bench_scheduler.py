@@ -106,20 +106,24 @@ class Simulated:
         outputs: dict[int, Any] = {}
         if len(self._under_way) >= depth:
             oldest, yields = self._under_way.pop(0)
-            answer = _answer(list(oldest.num_scheduled_tokens), yields)
+            answer = _answer(list(oldest.num_scheduled_tokens), self.sample(oldest, yields))
             begin = time.perf_counter()
             outputs = self.scheduler.update_from_output(oldest, answer)
             spent += time.perf_counter() - begin
         return scheduled, outputs, spent * 1e3
 
+    def sample(self, scheduled: Any, yields: list[bool]) -> list[list[int]]:
+        """Tokens of each request of a step, none where ``yields`` is false."""
+        return [[TOKEN] if end else [] for end in yields]
 
-def _answer(names: list[str], yields: list[bool]) -> Any:
+
+def _answer(names: list[str], tokens: list[list[int]]) -> Any:
     from vllm.v1.outputs import ModelRunnerOutput
 
     return ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: i for i, name in enumerate(names)},
-        sampled_token_ids=[[TOKEN] if end else [] for end in yields],
+        sampled_token_ids=tokens,
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import vllm.envs as vllm_envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
@@ -45,9 +47,11 @@ class OssFp8Config(QuantizationConfig):
 
         Raises:
             UnsupportedDeviceError: the GPU has no FP8 tensor cores.
+            SchemeError: VLLM_BATCH_INVARIANT is set.
         """
         super().__init__()
         check_device()
+        _check_batch_invariance()
         self.settings = parsed or settings.online(settings.OnlineOptions())
         # vLLM reads this attribute: a dict switches --kv-cache-dtype auto to fp8
         self.kv_cache_scheme = self.settings.kv_cache_scheme
@@ -200,3 +204,13 @@ class OssFp8Config(QuantizationConfig):
             return self.settings.lm_head
         model = get_current_vllm_config().model_config.hf_config
         return getattr(model, "model_type", None) == "gpt_oss"
+
+
+def _check_batch_invariance() -> None:
+    if vllm_envs.VLLM_BATCH_INVARIANT:
+        raise SchemeError(
+            f"VLLM_BATCH_INVARIANT={os.environ.get('VLLM_BATCH_INVARIANT')!r}: with --quantization "
+            f"{QUANT_METHOD} a request's sums depend on the batch it is in: attention splits, tiles "
+            f"and split-K of matrix products, tiles and activation format of experts follow the "
+            f"number of tokens; expected it unset or 0, or another quantisation"
+        )

@@ -40,9 +40,14 @@ class OssModelState(DefaultModelState):
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
         super().__init__(vllm_config, *args)
-        # a connector or a draft model reads the metadata of every step
+        model = vllm_config.model_config
         self.metadata_is_read = (
-            vllm_config.kv_transfer_config is not None or vllm_config.speculative_config is not None
+            # a connector or a draft model reads the metadata of every step
+            vllm_config.kv_transfer_config is not None
+            or vllm_config.speculative_config is not None
+            # decode steps that OssAttentionImpl leaves to FlashAttention
+            or model.rswa_window is not None
+            or model.is_mm_prefix_lm
         )
 
     def prepare_attn(

@@ -4,60 +4,86 @@
 For every request and step vLLM's scheduler frees blocks that left the window, counts the blocks
 that are missing, takes them and looks for full ones to share, although a request that decodes
 crosses a block's edge once in 16 steps. At 256 requests that is half of the scheduler's time, and
-the scheduler's as long as the kernels' (docs/decode.md). ``StepKVCacheManager`` asks at the edges
-only; what is scheduled, where it is stored and what the prefix cache holds stay the same.
+the scheduler's as long as the kernels' (docs/decode.md). ``StepKVCacheManager`` looks first
+whether there is anything to free, to take or to share, and leaves it to vLLM if there is: blocks
+are freed, taken and shared in the same step and the same order as vLLM's.
 
 registration.py makes it vLLM's choice; OSS_FUSED_STEP=vllm or a ``--scheduler-cls`` prevents that.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.request import Request, RequestStatus
-
-_ONE_TOKEN = {"num_lookahead_tokens": 0}
 
 
 class StepKVCacheManager(KVCacheManager):
-    """vLLM's, for full attention and sliding windows: a decode step within a block is free."""
+    """vLLM's, for full attention and sliding windows: a step within a block is free."""
 
-    # tokens from one edge of a block, in any group, to the next
-    stride: int
+    # of each group: tokens of a block, tokens kept behind the next one, blocks and number of
+    # shared blocks by request
+    views: list[tuple[int, int, dict[str, list[Any]], dict[str, int]]]
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, *args: Any, **options: Any
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *args: Any,
+        num_lookahead_tokens: int = 0,
+        **options: Any,
     ) -> KVCacheBlocks | None:
-        """As KVCacheManager; no new blocks for one token within a block that is there."""
-        place = request.num_computed_tokens % self.stride
+        """As KVCacheManager; returns at once where no block is to be freed, taken or shared."""
         if (
-            num_new_tokens == 1
-            # the token opens a block at 0, and a window leaves one at stride - 1 or 0, unless more
-            # than one step is under way: then at the next edge
-            and 0 < place < self.stride - 1
-            and options == _ONE_TOKEN
+            num_new_tokens > 0
             and not args
+            and not options
             and request.status is RequestStatus.RUNNING
+            and self._stays(request, num_new_tokens, num_lookahead_tokens)
         ):
-            if self.enable_caching:
-                # drafts that were accepted may have filled a block
-                self.cache_blocks(request, min(request.num_computed_tokens + 1, request.num_tokens))
             return self.empty_kv_cache_blocks
-        return super().allocate_slots(request, num_new_tokens, *args, **options)
+        return super().allocate_slots(
+            request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **options
+        )
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """As KVCacheManager; returns at once where every full block is shared already."""
         name = request.request_id
-        for manager in self.coordinator.single_type_managers:
-            if manager.num_cached_block.get(name, 0) < num_computed_tokens // manager.block_size:
+        for size, _, _, shared in self.views:
+            if shared.get(name, 0) < num_computed_tokens // size:
                 super().cache_blocks(request, num_computed_tokens)
                 return
+
+    def _stays(self, request: Request, new: int, lookahead: int) -> bool:
+        """Whether the blocks of ``request`` stay what and whose they are in this step.
+
+        vLLM caps ``end`` and ``read`` at the model's length; without the cap this asks more often.
+        """
+        name, computed = request.request_id, request.num_computed_tokens
+        end = computed + new
+        # steps under way still read behind their own windows
+        read = computed - request.num_in_flight_tokens
+        # drafts may be rejected
+        settled = min(end, request.num_tokens) if self.enable_caching else 0
+        null = self.block_pool.null_block
+        for size, kept, held, shared in self.views:
+            blocks = held.get(name, ())
+            if len(blocks) * size < end + lookahead or shared.get(name, 0) < settled // size:
+                return False
+            left = (read - kept) // size
+            if left > 0 and blocks[left - 1] is not null:
+                return False
+        return True
 
 
 def make_scheduler(vllm_config: VllmConfig, **options: Any) -> Scheduler:
@@ -71,7 +97,23 @@ def make_scheduler(vllm_config: VllmConfig, **options: Any) -> Scheduler:
 def shorten(manager: KVCacheManager) -> None:
     """Make ``manager`` a StepKVCacheManager, if nothing but attention layers is cached."""
     groups = manager.coordinator.single_type_managers
-    known = (FullAttentionManager, SlidingWindowManager)
-    if type(manager) is KVCacheManager and all(type(group) in known for group in groups):
+    if type(manager) is KVCacheManager and all(map(_is_known, groups)):
         manager.__class__ = StepKVCacheManager
-        manager.stride = math.gcd(*(group.block_size for group in groups))
+        manager.views = [
+            (group.block_size, _kept(group), group.req_to_blocks, group.num_cached_block)
+            for group in groups
+        ]
+
+
+def _is_known(group: SingleTypeKVCacheManager) -> bool:
+    if type(group) is FullAttentionManager:
+        # with finer hashes vLLM shares a prompt's last, partly filled block as well
+        return group.block_size == group.block_pool.hash_block_size
+    return type(group) is SlidingWindowManager
+
+
+def _kept(group: SingleTypeKVCacheManager) -> int:
+    """Tokens before the next one that a group's blocks must hold."""
+    if isinstance(group, SlidingWindowManager):
+        return group.sliding_window - 1 + group.extra_retained_tokens
+    return sys.maxsize

@@ -42,6 +42,26 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
     assert got == ({} if left_out else {"layer": 1})
 
 
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({}, False),
+        ({"kv_transfer_config": 1}, True),
+        ({"speculative_config": 1}, True),
+        ({"rswa_window": 64}, True),
+        ({"is_mm_prefix_lm": True}, True),
+    ],
+)
+def test_who_reads_metadata(changes, read, monkeypatch):
+    monkeypatch.setattr(DefaultModelState, "__init__", lambda *_: None)
+    fields = {
+        "kv_transfer_config": None, "speculative_config": None,
+        "rswa_window": None, "is_mm_prefix_lm": False,
+    } | changes  # fmt: skip
+    config = SimpleNamespace(model_config=SimpleNamespace(**fields), **fields)
+    assert OssModelState(config).metadata_is_read is read
+
+
 def _sampler(monkeypatch, logprobs=None):
     sampler = OssSampler.__new__(OssSampler)
     sampler.compute_nans = sampler.return_sampling_mask = False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
 from oss_fused.plugin import compat, fingerprint
+from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.registration import MODEL_CLASSES, register_all, shorten_steps
 
 
@@ -143,3 +145,19 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
     )
     shorten_steps(config)
     assert config.compilation_config.max_cudagraph_capture_size == largest
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_batch_invariance_is_refused(value, monkeypatch):
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    refused = pytest.raises(SchemeError, match="VLLM_BATCH_INVARIANT='1': .*attention splits")
+    with refused if value == "1" else contextlib.nullcontext():
+        OssFp8Config()
+
+
+def test_batch_invariance_of_other_quantisations_is_vllms(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for asked in (None, "fp8", "mxfp4"):
+        assert OssFp8Config.override_quantization_method({}, asked) is None
