@@ -210,7 +210,7 @@ def _check_batch_invariance() -> None:
     if vllm_envs.VLLM_BATCH_INVARIANT:
         raise SchemeError(
             f"VLLM_BATCH_INVARIANT={os.environ.get('VLLM_BATCH_INVARIANT')!r}: with --quantization "
-            f"{QUANT_METHOD} a request's sums depend on the batch it is in: attention splits, tiles "
-            f"and split-K of matrix products, tiles and activation format of experts follow the "
-            f"number of tokens; expected it unset or 0, or another quantisation"
+            f"{QUANT_METHOD} a request's sums depend on its batch: attention splits, tiles and "
+            f"split-K of matrix products, tiles and activation format of experts follow the number "
+            f"of tokens; expected it unset or 0, or another quantisation"
         )
