@@ -218,8 +218,9 @@ def test_same_decisions_far_beyond_the_window(kind, windows, depth, caching, fol
     """As gpt-oss is served: long contexts in chunks, a cache that is nearly full."""
     config = vllm_config(folder, depth > 1, max_num_batched_tokens=256, max_num_seqs=16)
     config.model_config.max_model_len = config.scheduler_config.max_model_len = LENGTH
-    # prompts are admitted by their first chunk, so that the cache fills up while they are computed
-    config.scheduler_config.scheduler_reserve_full_isl = False
+    # without drafts, prompts are admitted by their first chunk: they fill the cache and are preempted
+    crowded = kind is Simulated
+    config.scheduler_config.scheduler_reserve_full_isl = not crowded
     groups = [FULL if window is None else sliding(window) for window in windows]
     # one request of the largest length fits, and some of the smaller ones beside it
     blocks = LENGTH // BLOCK * windows.count(None) + 64 * len(windows) + 64 * (None not in windows)
@@ -238,7 +239,7 @@ def test_same_decisions_far_beyond_the_window(kind, windows, depth, caching, fol
 
     preempted, found = serve_both(runs, depth, 40, source, draw)
     # little is kept of contexts that are seen through windows alone
-    assert preempted or None not in windows
+    assert preempted or not crowded or None not in windows
     assert caching or not found
 
 
