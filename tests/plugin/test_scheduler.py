@@ -218,7 +218,7 @@ def test_same_decisions_far_beyond_the_window(kind, windows, depth, caching, fol
     """As gpt-oss is served: long contexts in chunks, a cache that is nearly full."""
     config = vllm_config(folder, depth > 1, max_num_batched_tokens=256, max_num_seqs=16)
     config.model_config.max_model_len = config.scheduler_config.max_model_len = LENGTH
-    # without drafts, prompts are admitted by their first chunk: they fill the cache and are preempted
+    # without drafts, prompts are admitted by their first chunk: they fill the cache
     crowded = kind is Simulated
     config.scheduler_config.scheduler_reserve_full_isl = not crowded
     groups = [FULL if window is None else sliding(window) for window in windows]
