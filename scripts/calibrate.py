@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = parse_args(argv)
     output = Path(args.output)
+    before = _inode(output)
     try:
         recipe = make_recipe(settings_of(args))
         options = RunOptions(
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
             stage=args.fp8_stage and Path(args.fp8_stage),
+            kept={"--trend": args.trend} if args.trend else {},
         )
         if args.dry_run:
             describe(Run(recipe, options))
@@ -58,22 +60,38 @@ def main(argv: list[str] | None = None) -> int:
         print(f"calibrate.py: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
-        print(
-            f"\ncalibrate.py: interrupted; {output} was not made. Go on with the same command and "
-            f"--resume, or remove {output}.partial-*",
-            file=sys.stderr,
-        )
+        remedy = "go on with the same command and --resume"
+        print(f"\ncalibrate.py: interrupted; {fate(output, before, remedy)}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space, then go on with --resume" if full else "then go on with --resume"
+        remedy = "go on with the same command and --resume"
+        remedy = f"free some space, then {remedy}" if full else remedy
+        print(f"calibrate.py: error: {error}; {fate(output, before, remedy)}", file=sys.stderr)
+        return FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        remedy = "free some memory or take fewer samples; the same command with --resume goes on"
+        what = str(error).partition("\n")[0]
         print(
-            f"calibrate.py: error: cannot write {output}: {error}; {output} was not made; {remedy}",
+            f"calibrate.py: error: out of memory: {what}; {fate(output, before, remedy)}",
             file=sys.stderr,
         )
         return FAILURE
     report(summary)
     return 0
+
+
+def fate(output: Path, before: int | None, remedy: str) -> str:
+    """Whether a run that was cut short made ``output``, and what to do if not."""
+    if _inode(output) not in (None, before):
+        return f"{output} is complete"
+    return f"{output} was not made; {remedy}"
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -9,30 +9,35 @@ environment variables before the model:
   compare.py --arm "a=OSS_FUSED_BACKEND=torch M" --arm "b=OSS_FUSED_BACKEND=triton M" --output ...
 
 Writes results.json (every run, environment, settings), report.md, chart.png and server-logs.txt,
-all of them or none. Servers are stopped whatever happens. On a GPU, one start-up instead of
+all of them or none. What was measured before a server died, a signal came or anything else failed
+goes to OUTPUT.incomplete, with the cause; OUTPUT.unfinished.json has it after every run. Servers
+are stopped whatever happens. On a GPU, one start-up instead of
 several: --rounds 1 --repeats 3 --together --serve-flags="--cudagraph-capture-sizes 1 2 4 8 16 32".
 
-Exit codes: 0 compared, 1 a server failed, 2 bad arguments, 130 stopped by a signal (what all arms
-had measured by then is written).
+Exit codes: 0 compared, 1 a server or something else failed, 2 bad arguments, 130 stopped by a
+signal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from oss_fused.bench import compare, report, summary
 from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import writable
+from oss_fused.bench.folder import writable, write_json
 from oss_fused.bench.processes import Terminated, signals_as_exceptions
 from oss_fused.errors import OssFusedError, ServerError
+
+_SIGNALS = (KeyboardInterrupt.__name__, Terminated.__name__)
 
 
 def main() -> int:
@@ -47,8 +52,9 @@ def main() -> int:
             report.render(results, folder)
         else:
             check(parser, args)
-            folder, results = args.output, measure(args)
-        add_to_summary(args, folder / "results.json", results)
+            folder, results = measure(args)
+        if results["cells"]:
+            add_to_summary(args, folder / "results.json", results)
     except (OssFusedError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
@@ -56,10 +62,11 @@ def main() -> int:
         print(f"compare: stopped by {type(error).__name__}; servers ended", file=sys.stderr)
         return 130
     print(report.markdown(results, chart=None), file=sys.stderr)
-    print(f"wrote {folder}/report.md, results.json, chart.png", file=sys.stderr)
+    print(f"wrote {folder}/report.md and results.json", file=sys.stderr)
     if "stopped" in results and not args.render:
-        print(f"compare: stopped early by {results['stopped']}; servers ended", file=sys.stderr)
-        return 130
+        cause = f"{results['stopped']}: {results['failure']}"
+        print(f"compare: stopped early by {cause}; servers ended", file=sys.stderr)
+        return 130 if results["stopped"] in _SIGNALS else 1
     return 0
 
 
@@ -188,14 +195,27 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.grid = compare.make_grid(args.lengths, args.concurrency, args.num_prompts)
     except ValueError as error:
         parser.error(str(error))
+    # a link means the folder that it leads to
+    args.output = Path(os.path.realpath(args.output))
     if args.output.exists() and not args.overwrite:
         parser.error(f"--output {args.output}: exists; choose another, or pass --overwrite")
-    if args.output.exists() and not (args.output / "results.json").is_file():
+    if args.output.exists() and not is_comparison(args.output):
         parser.error(f"--output {args.output}: is no earlier comparison; not overwriting it")
     try:
         writable(args.output)
     except OSError as error:
         parser.error(f"--output {args.output}: cannot be written: {error}")
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether ``folder`` holds what a comparison writes, and nothing else."""
+    own = {"results.json", "report.md", "chart.png", "server-logs.txt"}
+    try:
+        found = json.loads((folder / "results.json").read_text())
+        strange = {path.name for path in folder.iterdir()} - own
+        return found.get("kind") == "oss_fused.compare" and not strange
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -225,8 +245,8 @@ def check_json(
         parser.error(f"{flag} {path}: cannot be read as JSON: {error}")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the comparison and write its folder."""
+def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """Run the comparison and write its folder; returns that folder and the results."""
     plan = compare.Plan(
         arms=args.arm,
         grid=args.grid,
@@ -240,37 +260,65 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed,
         startup_timeout=args.startup_timeout,
     )
-    environment = fingerprint()
+    known = {
+        "kind": "oss_fused.compare",
+        "version": 1,
+        "environment": fingerprint(),
+        "settings": settings_of(args),
+        "planned_arms": len(args.arm),
+        "quality": json.loads(args.quality.read_text()) if args.quality else None,
+    }
+    unfinished = free_path(args.output, ".unfinished.json")
+
+    def finished(measured: Mapping[str, Any]) -> dict[str, Any]:
+        cells = summary.condense(measured["measurements"], [arm.name for arm in args.arm])
+        return {**known, **measured, "cells": cells}
+
+    def keep(measured: Mapping[str, Any]) -> None:
+        try:
+            write_json(unfinished, finished(measured))
+        except OSError as error:
+            print(f"compare: warning: {unfinished}: {error}", file=sys.stderr)
+
     logs = Path(tempfile.mkdtemp(prefix="oss-fused-compare-"))
     try:
+        # also while the results are written: a second signal must not interrupt that
         with signals_as_exceptions():
-            measured = compare.run(plan, logs)
+            results = finished(compare.run(plan, logs, keep))
+            folder = write(args.output, results, logs)
     except ServerError:
         raise  # its message names the logs
     except BaseException:
         shutil.rmtree(logs, ignore_errors=True)
         raise
-    results: dict[str, Any] = {
-        "kind": "oss_fused.compare",
-        "version": 1,
-        "environment": environment,
-        "settings": settings_of(args),
-        **measured,
-        "cells": summary.condense(measured["measurements"], [arm.name for arm in args.arm]),
-        "quality": json.loads(args.quality.read_text()) if args.quality else None,
-    }
-    earlier = args.output.with_name(f".{args.output.name}.earlier")
-    if args.output.exists():
-        args.output.rename(earlier)
+    unfinished.unlink(missing_ok=True)
+    shutil.rmtree(logs, ignore_errors=True)
+    return folder, results
+
+
+def write(output: Path, results: dict[str, Any], logs: Path) -> Path:
+    """Write the results' folder and return it; an incomplete one does not take OUTPUT's name."""
+    if "stopped" in results:
+        output = free_path(output, ".incomplete")
+    earlier = free_path(output, ".earlier")
     try:
-        report.write_folder(results, args.output, logs)
+        if output.exists():
+            output.rename(earlier)
+        report.write_folder(results, output, logs)
     except BaseException:
-        if earlier.exists():
-            earlier.rename(args.output)
+        if earlier.exists() and not output.exists():
+            earlier.rename(output)
+        print("compare: the results could not be written; they follow", file=sys.stderr)
+        print(json.dumps(results))
         raise
     shutil.rmtree(earlier, ignore_errors=True)
-    shutil.rmtree(logs, ignore_errors=True)
-    return results
+    return output
+
+
+def free_path(output: Path, suffix: str) -> Path:
+    """``output`` with ``suffix``, numbered if an earlier run left something of that name."""
+    names = (f"{output.name}{number}{suffix}" for number in ("", *map(str, range(2, 1000))))
+    return next(path for name in names if not (path := output.with_name(name)).exists())
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +181,9 @@ def _has_flag(given: Sequence[str], *names: str) -> bool:
     return not said.isdisjoint(names)
 
 
-def run(plan: Plan, scratch: Path) -> dict[str, Any]:
+def run(
+    plan: Plan, scratch: Path, keep: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
     """Serve and measure everything in ``plan``.
 
     Servers and client are stopped on every way out, and the ports are checked first.
@@ -189,38 +191,37 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
     Args:
         plan: what to do.
         scratch: folder for logs.
+        keep: is given the results so far after every measurement.
 
     Returns:
         "arms" (name -> command, model, figures of its memory, chat, start-up times) and
         "measurements": one dict per arm, cell, round and repeat, with the figures under "figures".
-        Where a signal ended it, what all arms had measured by then, and the signal as "stopped".
+        Where something ended it before its time, what was measured by then, with the name of the
+        signal or error as "stopped" and its text as "failure".
 
     Raises:
-        KeyboardInterrupt, Terminated: before all arms had measured anything.
-        ServerError: a port is taken, a server does not start or dies, or requests fail.
+        KeyboardInterrupt, Terminated, OssFusedError, OSError: before anything was measured.
     """
     ports = [plan.port + i if plan.port is not None else free_port() for i in range(len(plan.arms))]
     for port in ports:
         check_port(port)
     results: dict[str, Any] = {"arms": {}, "measurements": []}
     try:
-        _measure(plan, ports, scratch, results)
-    except (KeyboardInterrupt, Terminated) as signal:
-        results["measurements"] = _compared(results["measurements"], len(plan.arms))
+        _measure(plan, ports, scratch, results, keep)
+    except (KeyboardInterrupt, Terminated, Exception) as cause:
         if not results["measurements"]:
             raise
-        results["stopped"] = type(signal).__name__
+        results |= {"stopped": type(cause).__name__, "failure": str(cause)}
     return results
 
 
-def _compared(measurements: Sequence[dict[str, Any]], arms: int) -> list[dict[str, Any]]:
-    """The measurements of loads that all arms had in the same round and repeat."""
-    names = ("round", "repeat", "concurrency", "input_len", "output_len")
-    keys = [tuple(row[name] for name in names) for row in measurements]
-    return [row for key, row in zip(keys, measurements) if keys.count(key) == arms]
-
-
-def _measure(plan: Plan, ports: Sequence[int], scratch: Path, results: dict[str, Any]) -> None:
+def _measure(
+    plan: Plan,
+    ports: Sequence[int],
+    scratch: Path,
+    results: dict[str, Any],
+    keep: Callable[[Mapping[str, Any]], None],
+) -> None:
     with LoadClient(scratch, plan.environment_of(None), plan.client_command) as client:
         for number in range(plan.rounds):
             groups = (
@@ -232,7 +233,7 @@ def _measure(plan: Plan, ports: Sequence[int], scratch: Path, results: dict[str,
                         stack.enter_context(_server(plan, plan.arms[i], ports[i], scratch))
                         for i in group
                     ]
-                    _measure_group(plan, client, servers, number, results)
+                    _measure_group(plan, client, servers, number, results, keep)
 
 
 def _server(plan: Plan, arm: Arm, port: int, scratch: Path) -> Server:
@@ -254,6 +255,7 @@ def _measure_group(
     servers: Sequence[Server],
     number: int,
     results: dict[str, Any],
+    keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Wait for ``servers``, ask each, and put the grid on them, alternating."""
     for server in servers:
@@ -287,6 +289,7 @@ def _measure_group(
                         "figures": figures,
                     }
                 )
+                keep(results)
                 plan.say(
                     f"    {server.name:<12} {cell.key:<14} "
                     f"{figures['output_throughput']:9.1f} tok/s   "

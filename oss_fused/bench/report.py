@@ -10,6 +10,7 @@ from typing import Any
 
 from oss_fused.bench.environment import describe, portable
 from oss_fused.bench.folder import atomic_folder, write_json
+from oss_fused.bench.summary import split
 
 _LATENCIES = ("ttft", "tpot", "itl")
 _COLOURS = ("#8a8f98", "#1f77b4", "#d9772b", "#2ca02c", "#9467bd")
@@ -38,9 +39,11 @@ def write_folder(results: Mapping[str, Any], output: Path, logs: Path) -> None:
 
 
 def render(results: Mapping[str, Any], folder: Path) -> None:
-    """Write report.md and chart.png into ``folder``."""
-    (folder / "report.md").write_text(markdown(results))
-    draw_chart(results, folder / "chart.png")
+    """Write report.md and, where all arms had a load, chart.png into ``folder``."""
+    chart = "chart.png" if results["cells"] else None
+    (folder / "report.md").write_text(markdown(results, chart))
+    if chart:
+        draw_chart(results, folder / chart)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -62,6 +65,8 @@ def markdown(results: Mapping[str, Any], chart: str | None = "chart.png") -> str
         f"{describe(results['environment'])}.",
         _verdict(results),
     ]
+    if "stopped" in results:
+        parts.append(_failure(results))
     if chart:
         parts.append(f"![throughput, latency and ratio per load]({chart})")
     parts += ["## Throughput", _throughput(results), "## Latency", _latency(results)]
@@ -128,6 +133,8 @@ def _verdict(results: Mapping[str, Any]) -> str:
     baseline, *candidates = results["arms"]
     if not candidates:
         return "One arm: nothing to compare with."
+    if not results["cells"]:
+        return "No load was measured with all arms: there is nothing to compare."
     lines = []
     for name in candidates:
         ratios = []
@@ -137,6 +144,28 @@ def _verdict(results: Mapping[str, Any]) -> str:
         lines.append(f"- {name} against {baseline}, output tokens/s: {', '.join(ratios)}.")
     lines += ["", "A load is written as requests at once x tokens in:out."]
     return "\n".join(lines)
+
+
+def _failure(results: Mapping[str, Any]) -> str:
+    """What ended the comparison before its time, and what only some of the arms measured."""
+    cause = " ".join(str(results.get("failure") or "").splitlines()[:1])
+    parts = [f"**Stopped early: {results['stopped']}{f': {cause}' if cause else ''}.**"]
+    _, single = split(results["measurements"], results.get("planned_arms", len(results["arms"])))
+    if single:
+        rows = [
+            [
+                _load(row),
+                row["arm"],
+                str(row["round"] + 1),
+                f"{row['figures']['output_throughput']:.1f}",
+                f"{row['figures']['p50_ttft_ms']:.1f}",
+                f"{row['figures']['p50_tpot_ms']:.1f}",
+            ]
+            for row in single
+        ]
+        header = ["load", "arm", "round", "output tok/s", "TTFT p50, ms", "TPOT p50, ms"]
+        parts += ["Measured before that, but not with all arms:", table(header, rows)]
+    return "\n\n".join(parts)
 
 
 def _throughput(results: Mapping[str, Any]) -> str:
@@ -203,6 +232,9 @@ def _memory(results: Mapping[str, Any]) -> str:
 def _answers(results: Mapping[str, Any]) -> str:
     lines = []
     for name, arm in results["arms"].items():
+        if "chat" not in arm:
+            lines.append(f"- {name}: was not asked")
+            continue
         chat = arm["chat"]
         answer = " ".join(chat["answer"].split())[:200].replace("`", "'")
         lines.append(f"- {name} ({chat['endpoint']}), {chat['question']!r}: `{answer}`")
@@ -225,8 +257,6 @@ def _method(results: Mapping[str, Any]) -> str:
         f"of {settings['repeats']} repeat(s), {order}. A ratio compares runs of the same round on "
         "the same prompts. All runs, versions and settings are in results.json.\n"
     )
-    if "stopped" in results:
-        lines[0] += f"\nStopped early ({results['stopped']}): the runs that all arms had by then.\n"
     for name, arm in results["arms"].items():
         variables = [f"{key}={value}" for key, value in arm["environment"].items()]
         command = shlex.join([*variables, "vllm", *arm["command"][arm["command"].index("serve") :]])

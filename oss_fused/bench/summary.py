@@ -16,10 +16,20 @@ from oss_fused.bench.folder import write_json
 COMPARED = ("output_throughput", "p50_ttft_ms", "p50_tpot_ms", "p50_itl_ms")
 
 
+def split(
+    measurements: Sequence[Mapping[str, Any]], arms: int
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Measurements of loads that all arms had in the same round and repeat, and the others."""
+    names = ("round", "repeat", "concurrency", "input_len", "output_len")
+    keys = [tuple(row[name] for name in names) for row in measurements]
+    paired = [row for key, row in zip(keys, measurements) if keys.count(key) == arms]
+    return paired, [row for key, row in zip(keys, measurements) if keys.count(key) != arms]
+
+
 def condense(
     measurements: Sequence[Mapping[str, Any]], arms: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """One dict per load, in the order measured.
+    """One dict per load that all arms had, in the order measured.
 
     Ratios are taken between arms of the same round and repeat, which saw the same prompts.
 
@@ -32,7 +42,7 @@ def condense(
         {"figures": medians, "ratios": figure -> {"median", "min", "max", "values"}}.
     """
     loads: dict[tuple[int, int, int, int], dict[str, dict[tuple[int, int], Any]]] = {}
-    for row in measurements:
+    for row in split(measurements, len(arms))[0]:
         key = (row["concurrency"], row["input_len"], row["output_len"], row["num_prompts"])
         runs = loads.setdefault(key, {}).setdefault(row["arm"], {})
         runs[row["round"], row["repeat"]] = row["figures"]

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from oss_fused.errors import CheckpointError, DatasetError, OssFusedError
-from oss_fused.quant.checkpoint.assets import copy_assets, write_config, write_model_card
+from oss_fused.quant.checkpoint.assets import (
+    copy_assets,
+    find_assets,
+    write_config,
+    write_model_card,
+)
+from oss_fused.quant.checkpoint.place import OutputLock, check_apart, check_replaceable, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
-from oss_fused.quant.dataset import file_digest, load_samples, load_tokenizer
+from oss_fused.quant.dataset import PYTHON, file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerFindings
 from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.plan import Plan, make_plan
@@ -44,6 +51,7 @@ class RunOptions:
         max_shard_bytes: upper size of a shard.
         stage: where a run with an accuracy target keeps the checkpoint with everything in FP8, for
             other targets; None drops it.
+        kept: what the user calls it -> a file that the output must not replace.
     """
 
     model: Path
@@ -53,6 +61,7 @@ class RunOptions:
     overwrite: bool = False
     max_shard_bytes: int = 5_000_000_000
     stage: Path | None = None
+    kept: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,10 @@ class Run:
         self.options = options
         self.device = pick_device(options.device)
         self.reader = CheckpointReader(options.model)
-        check_output(options)
+        check_output(options, recipe)
+        self.assets = find_assets(self.reader.folder)
+        # of the weights before the first is read; told again by the files after the last
+        self.source = self.reader.digest()
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: Plan = make_plan(self.skeleton, recipe)
         self.held_out: list[torch.Tensor] = []
@@ -133,19 +145,29 @@ class Run:
             dataset and file_digest(dataset),
         )
 
+    def data(self) -> str | None:
+        """Hash of the calibration samples' tokens, None without data."""
+        if not self.samples:
+            return None if self.known is None else self.known.record.data
+        tokens = [sample.tolist() for sample in self.samples]
+        return hashlib.sha256(repr(tokens).encode()).hexdigest()
+
     def execute(
         self,
         progress: Progress = lambda items, _: items,
         complete: Callable[[Path], None] = lambda _: None,
+        lock: OutputLock | None = None,
     ) -> Summary:
         """Write the output.
 
         Args:
             progress: wraps the loop over tensors.
             complete: adds to the working folder, once it holds everything, before it gets its name.
+            lock: of the output, if the caller holds it.
 
         Raises:
-            OssFusedError: bad input; names what and where. Nothing is left.
+            OssFusedError: bad input; names what and where. Nothing is left, unless only the place
+                of the output became unusable: then the working folder stays.
             OSError: the disk is full or cannot be written. The working folder stays for a resume,
                 as it does when the run is interrupted.
         """
@@ -157,20 +179,31 @@ class Run:
             options.max_shard_bytes,
             self.identity(),
             options.resume,
+            options.overwrite,
+            lock,
         )
         try:
-            self._write_tensors(writer, progress)
-            summary = self._summarise(writer, time.monotonic() - start)
-            self._write_assets(writer, summary)
-            complete(writer.partial)
+            try:
+                self._write_tensors(writer, progress)
+                self._check_source()
+                summary = self._summarise(writer, time.monotonic() - start)
+                self._write_assets(writer, summary)
+                complete(writer.partial)
+            except OssFusedError:
+                # the input is at fault: going on with it could not help
+                writer.discard()
+                raise
             writer.finish()
-        except OssFusedError:
-            # the input is at fault: going on with it could not help
-            writer.discard()
-            raise
         finally:
             writer.close()
         return summary
+
+    def _check_source(self) -> None:
+        if self.reader.digest() != self.source:
+            raise CheckpointError(
+                f"{self.reader.folder}: its weights changed while the run read them; expected a "
+                f"checkpoint that nobody writes"
+            )
 
     def _write_tensors(self, writer: CheckpointWriter, progress: Progress) -> None:
         plan = self.plan
@@ -255,13 +288,13 @@ class Run:
         return [sample for i, sample in enumerate(samples) if i not in chosen]
 
     def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
-        copy_assets(self.reader.folder, writer.partial)
+        copy_assets(self.assets, writer.partial)
         config = self.plan.quantization_config()
         write_config(writer.partial, self.reader.config, config, self.plan.untie)
         tokens = [len(sample) for sample in self.samples]
         record = make_record(
             self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.known
-        )
+        ).model_copy(update={"source": self.source, "data": self.data()})
         write_record(writer.partial, record)
         recipe = self.recipe.to_yaml()
         (writer.partial / "recipe.yaml").write_text(recipe)
@@ -306,14 +339,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def check_output(options: RunOptions) -> None:
-    """Raise CheckpointError if the output exists (without overwrite) or is the source."""
-    output = options.output
-    if output.exists() and output.resolve() == options.model.resolve():
-        raise CheckpointError(f"--output={str(output)!r}: is the source; expected another folder")
-    if output.exists() and not options.overwrite:
-        raise CheckpointError(
-            f"--output={str(output)!r}: exists; choose another folder or pass --overwrite"
-        )
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"--output={str(output)!r}: is a file; expected a folder name")
+def check_output(options: RunOptions, recipe: Recipe) -> None:
+    """Refuse places for output and stage that hold something that a run must not replace.
+
+    Raises:
+        CheckpointError: the output exists (without overwrite) or is no output of calibration; or
+            output or stage contains or lies in the source, or contains another file of the user.
+    """
+    output, stage = real(options.output), options.stage
+    files = dict(options.kept)
+    if recipe.dataset is not None and recipe.dataset != PYTHON:
+        files["--dataset"] = Path(recipe.dataset)
+    folders = {"MODEL": options.model}
+    flag = f"--output={str(options.output)!r}"
+    check_apart(output, flag, folders | ({} if stage is None else {"--fp8-stage": stage}), files)
+    if stage is not None:
+        check_apart(real(stage), f"--fp8-stage={str(stage)!r}", folders, files)
+    check_replaceable(output, flag, options.overwrite)

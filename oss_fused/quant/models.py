@@ -12,9 +12,17 @@ import torch
 from torch import nn
 
 from oss_fused.errors import CheckpointError, UnsupportedModelError
-from oss_fused.quant.checkpoint.audit import FAMILIES, GATED
-from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.checkpoint.audit import (
+    FAMILIES,
+    GATED,
+    check_config,
+    expected_shapes,
+    quant_method,
+)
+from oss_fused.quant.checkpoint.reader import SOURCE_DTYPES, CheckpointReader
 
+# what other quantisations store beside a weight; served, it would change what the weight means
+_LEFTOVER = re.compile(r".*(?:_scale|_scale_inv|_scale_2|_zero_point|_shape|_packed)$")
 _MXFP4_PARTS = re.compile(r"^(.*\.experts\.(?:gate_up|down)_proj)_(?:blocks|scales)$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # written by old exports; the model computes them
@@ -44,7 +52,7 @@ class ModelSkeleton:
         """
         self.reader = reader
         self.config = _load_config(reader)
-        self.model = _build(self.config)
+        self.model = _build(reader, self.config)
         self.layers: int = self.config.num_hidden_layers
         self.tied = bool(self.config.tie_word_embeddings) and "lm_head.weight" not in reader
         self.linears = {
@@ -121,6 +129,7 @@ class ModelSkeleton:
                 yield f"{module}.{self.gated.block}.experts.{expert}.{leaf}.weight", size
 
     def _check_tensors(self) -> None:
+        _check_leftovers(self.reader)
         present = {_plain(name) for name in self.reader.names()}
         for name, shape in self._expected().items():
             if name not in present:
@@ -129,6 +138,11 @@ class ModelSkeleton:
                 raise CheckpointError(
                     f"{self.reader.folder}: tensor {name!r} has shape {self.reader.shape(name)}; "
                     f"config.json asks for {tuple(shape)}"
+                )
+            if name in self.reader and self.reader.dtype(name) not in SOURCE_DTYPES.values():
+                raise CheckpointError(
+                    f"{self.reader.folder}: tensor {name!r} is {self.reader.dtype(name)}; expected "
+                    f"{', '.join(map(str, SOURCE_DTYPES.values()))}"
                 )
 
 
@@ -144,30 +158,94 @@ def _plain(name: str) -> str:
     return match.group(1) if match else name
 
 
+def _check_leftovers(reader: CheckpointReader) -> None:
+    """Refuse tensors that give a weight a second meaning, and halves of an MXFP4 weight."""
+    for name in reader.names():
+        if _LEFTOVER.match(name):
+            raise CheckpointError(
+                f"{reader.folder}: tensor {name!r} is left over from a quantisation; expected a "
+                f"checkpoint without scales"
+            )
+        plain = _plain(name)
+        if plain == name:
+            continue
+        for part in (f"{plain}_blocks", f"{plain}_scales"):
+            if part not in reader:
+                raise CheckpointError(
+                    f"{reader.folder}: tensor {part!r} is missing beside {name!r}"
+                )
+            if reader.dtype(part) != torch.uint8:
+                raise CheckpointError(
+                    f"{reader.folder}: tensor {part!r} is {reader.dtype(part)}; expected "
+                    f"{torch.uint8}"
+                )
+        if plain in reader:
+            raise CheckpointError(
+                f"{reader.folder}: tensor {plain!r} is stored twice, plain and as {name!r}; "
+                f"expected one of them"
+            )
+
+
 def _load_config(reader: CheckpointReader) -> Any:
     from transformers import AutoConfig
 
-    family = reader.config.get("model_type")
+    family, path = reader.config.get("model_type"), f"{reader.folder}/config.json"
     if family not in FAMILIES:
         raise UnsupportedModelError(
-            f"{reader.folder}/config.json: model_type={family!r}: expected one of "
-            f"{', '.join(FAMILIES)}"
+            f"{path}: model_type={family!r}: expected one of {', '.join(FAMILIES)}"
         )
-    quantised = reader.config.get("quantization_config")
-    if quantised and quantised.get("quant_method") != "mxfp4":
+    method = quant_method(reader)
+    if method is not None and method != "mxfp4":
         raise CheckpointError(
-            f"{reader.folder}/config.json: quantised already "
-            f"(quant_method={quantised.get('quant_method')!r}); expected a bf16, fp16, fp32 or "
+            f"{path}: quantised already (quant_method={method!r}); expected a bf16, fp16, fp32 or "
             f"MXFP4 checkpoint"
         )
+    # no code of the checkpoint is run here, whatever it names
+    check_config(reader.config, remote_code=True)
     try:
         config = AutoConfig.from_pretrained(reader.folder)
+        _check_choices(path, config)
+        present = {_plain(name) for name in reader.names()}
+        missing = next((n for n, _ in expected_shapes(reader.config) if n not in present), None)
+    except CheckpointError:
+        raise
     except Exception as error:
-        raise CheckpointError(f"{reader.folder}/config.json: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
+    if missing is not None:
+        # said before a model of that size is built
+        raise CheckpointError(f"{reader.folder}: tensor {missing!r} is missing")
     return config
 
 
-def _build(config: Any) -> nn.Module:
+def _check_choices(path: str, config: Any) -> None:
+    """Refuse settings that transformers would stumble over while it builds or runs the model."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if groups and heads % groups:
+        raise CheckpointError(
+            f"{path}: num_key_value_heads={groups}: expected a divisor of "
+            f"num_attention_heads={heads}"
+        )
+    if getattr(config, "hidden_act", "silu") not in ACT2FN:
+        raise CheckpointError(
+            f"{path}: hidden_act={config.hidden_act!r}: expected one of {', '.join(ACT2FN)}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in (known := {"default", *ROPE_INIT_FUNCTIONS}):
+        raise CheckpointError(
+            f"{path}: rope_type={kind!r}: expected one of {', '.join(sorted(known))}"
+        )
+    for name, value in {**rope, "rms_norm_eps": config.rms_norm_eps}.items():
+        if name not in ("rope_theta", "factor", "rms_norm_eps"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise CheckpointError(f"{path}: {name}={value!r}: expected a number above 0")
+
+
+def _build(reader: CheckpointReader, config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
@@ -175,5 +253,11 @@ def _build(config: Any) -> nn.Module:
         del config.quantization_config
     # one expert after the other: the forward that any device and dtype runs
     config._experts_implementation = "eager"
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{reader.folder}/config.json: no model can be built from it: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
+from oss_fused.quant.checkpoint.place import OutputLock, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
@@ -62,44 +62,68 @@ def calibrate(
         complete: adds to the output's working folder before it gets its name.
 
     Raises:
-        OssFusedError: bad input, or the target is not met; nothing is left.
+        OssFusedError: bad input, or the target is not met.
         OSError: the disk is full or cannot be written.
+
+    Whatever ends the search, the checkpoint with everything in FP8 stays, and ``say`` is told
+    where; after a success it goes, unless ``options.stage`` keeps it.
     """
     run = Run(recipe, options)
     if recipe.accuracy_target is None:
         return run.execute(progress, complete)
-    base = options.stage or options.output.with_name(
-        f"{options.output.name}.all-fp8-{run.identity()}"
-    )
     plain = recipe.model_copy(update={"accuracy_target": None})
-    if base.is_dir() and options.stage is not None:
-        _check_stage(base, plain)
-    elif not (options.resume and base.is_dir()):
-        _make_base(run, plain, options, base, progress)
+    output = real(options.output)
+    base = options.stage or output.with_name(f"{output.name}.all-fp8-{run.identity()}")
+    # for the whole search: another run of the same settings would replace the base under it
+    lock = OutputLock(output)
     try:
-        reader = CheckpointReader(base, quantised=True)
-        weights = StoredWeights(reader)
-        search = PolicySearch(
-            run.reader, weights, run.plan.schemes, run.held_out, run.device, progress, reader
-        )
-        say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
-        outcome = search.search(recipe.accuracy_target, best_effort)
-        say(describe(outcome))
-        overrides = (*recipe.overrides, *outcome.overrides)
-        found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
-        known = Findings(
-            load_record(base),
-            {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},
-            [_mix_record(mix, outcome) for mix in search.compared],
-            recipe.accuracy_target,
-        )
-        summary = Run(found, options, reader, known).execute(progress, complete)
-        return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
+        if base.is_dir() and (options.stage is not None or options.resume):
+            _check_stage(base, plain, run)
+        else:
+            _make_base(run, plain, options, base, progress)
+        try:
+            summary = _search(run, base, options, progress, say, best_effort, complete, lock)
+        except BaseException:
+            say(f"the checkpoint with everything in FP8 stays: go on with --fp8-stage {base}")
+            raise
     finally:
-        # an interruption leaves it for a resume
-        kept = options.stage is not None
-        if not kept and not isinstance(sys.exception(), KeyboardInterrupt | OSError):
-            shutil.rmtree(base)
+        lock.release()
+    if options.stage is None:
+        shutil.rmtree(base)
+    return summary
+
+
+def _search(
+    run: Run,
+    base: Path,
+    options: RunOptions,
+    progress: Progress,
+    say: Callable[[str], None],
+    best_effort: bool,
+    complete: Callable[[Path], None],
+    lock: OutputLock,
+) -> Summary:
+    """Find the mix and write it, from the finished checkpoint ``base``."""
+    recipe = run.recipe
+    assert recipe.accuracy_target is not None
+    reader = CheckpointReader(base, quantised=True)
+    weights = StoredWeights(reader)
+    search = PolicySearch(
+        run.reader, weights, run.plan.schemes, run.held_out, run.device, progress, reader
+    )
+    say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
+    outcome = search.search(recipe.accuracy_target, best_effort)
+    say(describe(outcome))
+    overrides = (*recipe.overrides, *outcome.overrides)
+    found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
+    known = Findings(
+        load_record(base),
+        {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},
+        [_mix_record(mix, outcome) for mix in search.compared],
+        recipe.accuracy_target,
+    )
+    summary = Run(found, options, reader, known).execute(progress, complete, lock)
+    return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
 
 
 def _with_output_errors(summary: Summary, record: CalibrationRecord) -> dict[str, dict[str, Any]]:
@@ -129,13 +153,21 @@ def describe(outcome: Outcome) -> str:
     )
 
 
-def _check_stage(stage: Path, plain: Recipe) -> None:
-    """Raise CheckpointError unless an existing stage was made by the same recipe."""
+def _check_stage(stage: Path, plain: Recipe, run: Run) -> None:
+    """Raise CheckpointError unless a stage was made as this run would make it."""
     path = stage / "recipe.yaml"
-    if not path.is_file() or path.read_text() != plain.to_yaml():
+    record = load_record(stage) if path.is_file() else None
+    other = None
+    if record is None or path.read_text() != plain.to_yaml():
+        other = "by another recipe"
+    elif record.source != run.source:
+        other = f"from other weights than those of MODEL={str(run.options.model)!r}"
+    elif record.data != run.data():
+        other = "with other calibration samples than --dataset and the tokenizer give now"
+    if other:
         raise CheckpointError(
-            f"--fp8-stage={str(stage)!r}: exists, but was made by another recipe; expected a new "
-            f"folder or that of a run with the same settings"
+            f"--fp8-stage={str(stage)!r}: exists, but was made {other}; expected a new folder or "
+            f"that of a run with the same settings"
         )
 
 
@@ -143,6 +175,8 @@ def _make_base(
     run: Run, plain: Recipe, options: RunOptions, base: Path, progress: Progress
 ) -> None:
     """The checkpoint with every chosen linear in FP8."""
-    base_run = Run(plain, dataclasses.replace(options, output=base, overwrite=True))
+    # only a base of our own making stands at a name that we chose
+    own = options.stage is None
+    base_run = Run(plain, dataclasses.replace(options, output=base, overwrite=own, stage=None))
     base_run.samples = run.samples
     base_run.execute(progress)

@@ -133,6 +133,8 @@ class CalibrationRecord(_Frozen):
         source_bytes: of the source's shards.
         output_bytes: of the output's tensors.
         accuracy_target: perplexity factor asked for.
+        source: hash of the source's config and weights, as ``CheckpointReader.digest`` makes it.
+        data: hash of the samples' tokens.
         linears: every linear, in model order.
         layers: every decoder layer.
         mixes: what a policy search compared, cheapest first.
@@ -150,6 +152,8 @@ class CalibrationRecord(_Frozen):
     source_bytes: int
     output_bytes: int
     accuracy_target: float | None = None
+    source: str | None = None
+    data: str | None = None
     linears: tuple[LinearRecord, ...]
     layers: tuple[LayerRecord, ...]
     mixes: tuple[MixRecord, ...] = ()

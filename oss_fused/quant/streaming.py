@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
+from oss_fused.quant.checkpoint.writer import sync
 from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8
 from oss_fused.quant.export import LayerFindings
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
@@ -68,9 +70,9 @@ class LayerStream:
         self.feedback = feedback
         self.runner = LayerRunner(skeleton, device)
         saved = [count for count in self._saved_layers() if layer_step(count - 1) in done]
-        self.next_layer = max(saved) if saved else 0
-        if saved:
-            stored = load_file(self._path(self.next_layer))
+        stored = _load_states(self._path(max(saved))) if saved else None
+        self.next_layer = max(saved) if stored is not None else 0
+        if stored is not None:
             self.hidden = [stored[str(i)] for i in range(len(samples))]
             self.exact = [stored[f"exact-{i}"] for i in range(min(len(samples), _ERROR_SAMPLES))]
         else:
@@ -144,7 +146,9 @@ class LayerStream:
         # safetensors refuses tensors that share memory, as these do before the first layer
         states |= {f"exact-{i}": hidden.clone() for i, hidden in enumerate(self.exact)}
         save_file(states, part)
+        sync(part)
         part.replace(path)
+        sync(self.state)
         for layer in self._saved_layers():
             if layer != self.next_layer:
                 self._path(layer).unlink()
@@ -255,6 +259,14 @@ class LayerStream:
 
     def _saved_layers(self) -> list[int]:
         return [int(path.stem.split("-")[1]) for path in self.state.glob("hidden-*.safetensors")]
+
+
+def _load_states(path: Path) -> dict[str, torch.Tensor] | None:
+    """States saved by ``commit``, None if the file is damaged: then they are computed again."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError):
+        return None
 
 
 def _as_served(x: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,15 +97,25 @@ def test_together_interleaves_each_load(fake_plan: MakePlan, tmp_path: Path) -> 
     ]
 
 
-def test_server_dying_under_load_is_named_and_nothing_is_left(
+def test_a_server_dying_under_load_is_named_and_what_was_measured_is_kept(
     fake_plan: MakePlan, tmp_path: Path
 ) -> None:
     from oss_fused.bench.processes import descendants
 
     arms = [Arm("slow", "m"), Arm("fast", "m", (), (("FAKE_MODE", "dies_under_load"),))]
-    with pytest.raises(ServerError, match=r"server fast: .*under load \(c2 8:4\)") as caught:
-        run(fake_plan(arms=arms), tmp_path)
-    assert "engine core has died" in str(caught.value)
+    kept: list[int] = []
+    results = run(
+        fake_plan(arms=arms), tmp_path, lambda so_far: kept.append(len(so_far["measurements"]))
+    )
+    assert kept == [1, 2, 3]
+    assert [(r["arm"], r["concurrency"]) for r in results["measurements"]] == [
+        ("slow", 1),
+        ("slow", 2),
+        ("fast", 1),
+    ]
+    assert results["stopped"] == "ServerError"
+    assert re.match(r"server fast: .*under load \(c2 8:4\)", results["failure"])
+    assert "engine core has died" in results["failure"]
     assert descendants(os.getpid()) == []
 
 

@@ -173,13 +173,19 @@ def test_a_kept_stage_serves_other_targets_and_no_other_recipe(
     assert stage.is_dir() and not (tmp_path / "third").exists()
 
 
-def test_a_target_out_of_reach_leaves_nothing_and_says_how_near(
+def test_a_target_out_of_reach_says_how_near_and_keeps_the_stage(
     models: Models, tmp_path: Path, text_file: Path
 ) -> None:
     options = RunOptions(models("llama"), tmp_path / "out")
+    said: list[str] = []
     with pytest.raises(SchemeError, match=r"--accuracy-target=1\.0000001: not met; the best mix"):
-        calibrate(make_recipe(settings_of(text_file, 1.0000001)), options)
-    assert list(tmp_path.iterdir()) == []
+        calibrate(make_recipe(settings_of(text_file, 1.0000001)), options, say=said.append)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("out.all-fp8-") and f"--fp8-stage {left}" in said[-1]
+    written = (left / "model.safetensors").stat().st_mtime_ns
+    again = RunOptions(models("llama"), tmp_path / "out", stage=left)
+    calibrate(make_recipe(settings_of(text_file, 2.0)), again)
+    assert (left / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_the_best_mix_is_written_where_that_is_asked_for(

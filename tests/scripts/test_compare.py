@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import runpy
 import socket
@@ -117,19 +118,76 @@ def test_taken_port(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "out").exists()
 
 
-def test_server_that_dies_leaves_no_results(
+@pytest.mark.parametrize(("mode", "cells"), [("dies_under_load", [1]), ("dies_at_start", [])])
+def test_what_was_measured_before_a_server_died_is_kept(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, cells: list[int]
+) -> None:
+    loads = ["--concurrency", "1", "2", "--num-prompts", "2", "--rounds", "1"]
+    second = f"fast=FAKE_MODE={mode} {{m}}"
+    assert run(*arms(tmp_path, second), *loads, "--output", str(tmp_path / "out")) == 1
+    message = capsys.readouterr().err
+    assert "stopped early by ServerError: server fast: ended" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "out.incomplete"}
+    results = json.loads((tmp_path / "out.incomplete" / "results.json").read_text())
+    measured = [(row["arm"], row["concurrency"]) for row in results["measurements"]]
+    assert measured == [("slow", 1), ("slow", 2), *(("fast", c) for c in cells)]
+    assert [cell["concurrency"] for cell in results["cells"]] == cells
+    report = (tmp_path / "out.incomplete" / "report.md").read_text()
+    assert "Stopped early: ServerError: server fast: ended with status" in report
+    assert "| 2 x 128:128 | slow |" in report
+    assert (tmp_path / "out.incomplete" / "chart.png").exists() == bool(cells)
+
+
+def test_results_that_no_disk_takes_are_printed_and_the_last_copy_stays(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output = tmp_path / "out"
+    loads = ["--concurrency", "1", "--num-prompts", "2", "--rounds", "1"]
+    assert run(*arms(tmp_path), *loads, "--output", str(output)) == 0
+    before = (output / "results.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("oss_fused.bench.report.write_folder", full)
+        assert run(*arms(tmp_path), *loads, "--output", str(output), "--overwrite") == 1
+    said = capsys.readouterr()
+    assert "No space left" in said.err
+    copy = json.loads((tmp_path / "out.unfinished.json").read_text())
+    assert len(copy["measurements"]) == 2 == len(json.loads(said.out)["measurements"])
+    assert (output / "results.json").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "out", "out.unfinished.json"}
+    # a later run leaves that copy alone
+    assert run(*arms(tmp_path), *loads, "--output", str(output), "--overwrite") == 0
+    assert json.loads((tmp_path / "out.unfinished.json").read_text()) == copy
+
+
+def test_overwriting_through_a_link_replaces_what_it_leads_to(run: Run, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    loads = ["--concurrency", "1", "--num-prompts", "2", "--rounds", "1"]
+    assert run(*arms(tmp_path), *loads, "--output", str(link)) == 0
+    first = (tmp_path / "real" / "results.json").stat().st_ino
+    assert run(*arms(tmp_path), *loads, "--output", str(link), "--overwrite") == 0
+    assert link.is_symlink() and (tmp_path / "real" / "results.json").stat().st_ino != first
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "link", "real"}
+
+
+def test_a_folder_with_other_files_is_not_overwritten(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    second = "fast=FAKE_MODE=dies_under_load {m}"
-    assert run(*arms(tmp_path, second), "--output", str(tmp_path / "out")) == 1
-    message = capsys.readouterr().err
-    assert "server fast: " in message and "engine core has died" in message
-    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "results.json").write_text('{"kind": "oss_fused.compare"}')
+    (output / "thesis.tex").touch()
+    assert run(*arms(tmp_path), "--output", str(output), "--overwrite") == 2
+    assert "is no earlier comparison" in capsys.readouterr().err
+    assert (output / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize(("after", "kept"), [(5, 2), (1, 0)])
-def test_a_signal_keeps_what_all_arms_have_measured(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, kept: int
+@pytest.mark.parametrize(("after", "kept"), [(5, 2), (1, 0), (0, None)])
+def test_a_signal_keeps_what_was_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, kept: int | None
 ) -> None:
     calls = []
     original = compare.LoadClient.run
@@ -143,11 +201,14 @@ def test_a_signal_keeps_what_all_arms_have_measured(
     monkeypatch.setattr(compare.LoadClient, "run", stopped)
     loads = ["--concurrency", "1", "2", "4", "--num-prompts", "2", "--together"]
     assert run(*arms(tmp_path), *loads, "--output", str(tmp_path / "out")) == 130
-    assert (tmp_path / "out").exists() == bool(kept)
-    if kept:
-        results = json.loads((tmp_path / "out" / "results.json").read_text())
-        assert [cell["concurrency"] for cell in results["cells"]] == [1, 2]
-        assert "Stopped early" in (tmp_path / "out" / "report.md").read_text()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished.json").exists()
+    folder = tmp_path / "out.incomplete"
+    assert folder.exists() == (kept is not None)
+    if kept is not None:
+        results = json.loads((folder / "results.json").read_text())
+        assert [cell["concurrency"] for cell in results["cells"]] == [1, 2][:kept]
+        assert len(results["measurements"]) == after
+        assert "Stopped early: KeyboardInterrupt" in (folder / "report.md").read_text()
 
 
 @pytest.mark.serve

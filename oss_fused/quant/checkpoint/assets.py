@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from oss_fused.quant.checkpoint.reader import INDEX
+from oss_fused.quant.checkpoint.reader import INDEX, check_link
 
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USAGE_POLICY")
@@ -18,16 +19,28 @@ _COPIED_NAMES = ("LICENSE", "NOTICE", "USAGE_POLICY")
 _REPLACED = {"config.json", "README.md", "recipe.yaml", INDEX, "hf_quant_config.json"}
 
 
-def copy_assets(source: Path, target: Path) -> list[str]:
-    """Copy the tokenizer, its chat template, generation_config.json and licences."""
-    copied = []
+def find_assets(source: Path) -> dict[str, Path]:
+    """Name -> file of the tokenizer, its chat template, generation_config.json and licences.
+
+    Raises:
+        CheckpointError: one is a link out of the checkpoint, or to nothing.
+    """
+    found = {}
     for path in sorted(source.iterdir()):
         wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(_COPIED_NAMES)
         index = path.name.endswith(".index.json")
-        if path.is_file() and wanted and not index and path.name not in _REPLACED:
-            shutil.copyfile(path, target / path.name)
-            copied.append(path.name)
-    return copied
+        if not wanted or index or path.name in _REPLACED:
+            continue
+        target = check_link(source, path)
+        if target.is_file():
+            found[path.name] = target
+    return found
+
+
+def copy_assets(assets: Mapping[str, Path], target: Path) -> None:
+    """Copy what ``find_assets`` found into ``target``."""
+    for name, path in assets.items():
+        shutil.copyfile(path, target / name)
 
 
 def write_config(

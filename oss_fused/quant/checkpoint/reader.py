@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import struct
 from collections import Counter
 from pathlib import Path
@@ -19,6 +22,7 @@ SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_NAME = 512
 _CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
+_SAMPLE, _STRIDE = 1 << 12, 1 << 22  # bytes hashed, of every so many
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
 _FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
@@ -45,6 +49,8 @@ class CheckpointReader:
                 f"MODEL={str(folder)!r}: no such folder; expected a local Hugging Face checkpoint "
                 f"(fetch one with: hf download ORG/NAME --local-dir DIR)"
             )
+        for name in ("config.json", INDEX):
+            check_link(self.folder, self.folder / name)
         self.config: dict[str, Any] = _read_json(self.folder / "config.json")
         self._files: dict[str, str] = self._locate()
         self._open: dict[str, Any] = {}
@@ -106,12 +112,30 @@ class CheckpointReader:
         return sum(path.stat().st_size for path in self._paths())
 
     def identity(self) -> dict[str, Any]:
-        """What tells this checkpoint from another, without reading the weights."""
+        """What tells this checkpoint, in this place, from another."""
         files = {path.name: path.stat() for path in self._paths()}
         return {
-            "config": self.config,
+            "digest": self.digest(),
             "files": {name: [s.st_size, s.st_mtime_ns] for name, s in sorted(files.items())},
         }
+
+    def digest(self) -> str:
+        """Hash of config.json and the tensors: names, dtypes, shapes and a sample of their bytes.
+
+        The sample is every tensor's ends and 4 KiB of each 4 MiB between, as the files are now.
+        """
+        total = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in self._paths():
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+                for name in sorted(name for name in header if name in self._files):
+                    entry = header[name]
+                    start, stop = (8 + length + offset for offset in entry["data_offsets"])
+                    total.update(f"\n{name} {entry['dtype']} {entry['shape']}\n".encode())
+                    for at in (*range(start, stop, _STRIDE), max(start, stop - _SAMPLE)):
+                        total.update(os.pread(file.fileno(), min(_SAMPLE, stop - at), at))
+        return total.hexdigest()
 
     def _paths(self) -> list[Path]:
         return sorted({self.folder / file for file in self._files.values()})
@@ -128,7 +152,9 @@ class CheckpointReader:
                 pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
                 found = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
                 raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {found}")
-            self._check_place(self.folder / SINGLE)
+            if not (self.folder / SINGLE).is_file():
+                raise CheckpointError(f"{self.folder / SINGLE}: is no file")
+            check_link(self.folder, self.folder / SINGLE)
             with self._open_file(self.folder / SINGLE) as handle:
                 return dict.fromkeys(handle.keys(), SINGLE)
         weight_map = _read_json(index).get("weight_map")
@@ -148,7 +174,7 @@ class CheckpointReader:
             if not path.is_file():
                 raise CheckpointError(f"{path}: shard is missing; the index names it")
         for path in self._paths():
-            self._check_place(path)
+            check_link(self.folder, path)
             handle = self._handle(path)
             present = set(handle.keys())
             _check_header(path, present)
@@ -167,18 +193,6 @@ class CheckpointReader:
                 self._shapes[name] = tuple(piece.get_shape())
                 self._dtypes[name] = piece.get_dtype()
 
-    def _check_place(self, path: Path) -> None:
-        """Refuse a link out of the folder; the hub's cache keeps its files in ../../blobs."""
-        allowed = [self.folder.resolve()]
-        if self.folder.parent.name == "snapshots":
-            allowed.append((self.folder.parent.parent / "blobs").resolve())
-        target = path.resolve()
-        if target.parent not in allowed:
-            raise CheckpointError(
-                f"{path}: is a link to {target}, outside the checkpoint; expected a file of this "
-                f"folder"
-            )
-
     def _handle(self, path: Path) -> Any:
         if path.name not in self._open:
             self._open[path.name] = self._open_file(path)
@@ -190,6 +204,27 @@ class CheckpointReader:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or not safetensors: {error}") from None
+
+
+def check_link(folder: Path, path: Path) -> Path:
+    """Refuse a link out of the checkpoint; in the hub's cache files are links into ../../blobs.
+
+    Returns:
+        Where ``path`` leads.
+
+    Raises:
+        CheckpointError: names the link and where it leads.
+    """
+    root, target = folder.resolve(), Path(os.path.realpath(path))
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    if not target.is_relative_to(root):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, outside the checkpoint; expected a file of this folder"
+        )
+    if path.is_symlink() and not target.exists():
+        raise CheckpointError(f"{path}: is a link to {target}, which is missing")
+    return target
 
 
 def _check_header(path: Path, names: set[str]) -> None:
@@ -212,9 +247,18 @@ def _check_header(path: Path, names: set[str]) -> None:
         json.loads(file.read(length), object_pairs_hook=unique)
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is no file; expected an HF checkpoint")
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(), parse_constant=_number, parse_float=_number)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: file is missing; expected an HF checkpoint") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -2,24 +2,26 @@
 """Writes a checkpoint into ``<output>.partial-<id>`` and renames it when it is complete.
 
 Every tensor's place is known before the first byte is written, so that tensors may be written one
-at a time in any order, and a killed run goes on where its journal ends.
+at a time in any order, and a killed run goes on where its journal ends. A line of the journal is
+written after the data it speaks of has reached the disk, and holds that data's checksums.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from oss_fused.errors import CheckpointError
+from oss_fused.quant.checkpoint.place import OutputLock, check_replaceable, real
 from oss_fused.quant.checkpoint.reader import INDEX, SINGLE
 
 _CODES = {
@@ -32,6 +34,7 @@ _CODES = {
     torch.int64: "I64",
     torch.int32: "I32",
 }
+_CHUNK = 1 << 24  # bytes read at once to check a shard
 _STATE = "state"  # inside the partial folder; removed before the rename
 
 
@@ -66,29 +69,42 @@ class CheckpointWriter:
         max_shard_bytes: int,
         identity: str,
         resume: bool = False,
+        overwrite: bool = False,
+        lock: OutputLock | None = None,
     ) -> None:
         """Make or take over the working folder.
 
         Args:
-            output: the folder to make.
+            output: the folder to make; a link means the folder that it leads to.
             specs: every tensor that will be written, in the order that decides the shards.
             max_shard_bytes: shards close before they exceed it (a larger tensor has its own).
             identity: hash of the settings; a partial folder of the same identity can be resumed.
             resume: go on from such a folder instead of starting over.
+            overwrite: ``finish`` may replace an earlier output of calibration.
+            lock: of the output, if the caller holds it; else it is taken here.
 
         Raises:
-            CheckpointError: another run writes the same output, or the disk has too little room.
+            CheckpointError: another run writes the same output, something stands there that may
+                not be replaced, two tensors have one name, or the disk has too little room.
         """
-        self.output = output
-        self.partial = output.with_name(f"{output.name}.partial-{identity}")
+        self.output = real(output)
+        self.overwrite = overwrite
+        self.partial = self.output.with_name(f"{self.output.name}.partial-{identity}")
         self.total_bytes = sum(spec.nbytes for spec in specs)
         self._shards = _split(specs, max_shard_bytes)
         self._places = _place(self._shards)
         self.state = self.partial / _STATE
         self._journal = self.state / "journal.jsonl"
-        self._lock = self._claim(resume)
-        self.steps: dict[str, dict[str, Any]] = self._read_journal()
-        self._create_shards()
+        self._written: dict[str, int] = {}  # checksum of each tensor since the last step
+        self._own_lock = None if lock is not None else OutputLock(self.output)
+        try:
+            self._check_output()
+            self._claim(resume)
+            self._create_shards()
+            self.steps: dict[str, dict[str, Any]] = self._read_journal()
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor to its place.
@@ -116,53 +132,74 @@ class CheckpointWriter:
         with open(self.partial / place.file, "r+b") as handle:
             handle.seek(place.start)
             handle.write(data.data)
+        self._written[name] = zlib.crc32(data.data)
 
     def done(self, step: str, facts: dict[str, Any]) -> None:
         """Note that every tensor of ``step`` is written; ``facts`` come back after a resume."""
+        # the journal must never speak of data that a power cut can still take back
+        for file in {self._places[name].file for name in self._written}:
+            sync(self.partial / file)
         self.steps[step] = facts
+        entry = {"step": step, "facts": facts, "sums": self._written}
         with open(self._journal, "a") as handle:
-            handle.write(json.dumps({"step": step, "facts": facts}) + "\n")
+            handle.write(json.dumps(entry) + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        self._written = {}
 
     def finish(self) -> None:
-        """Write the index, drop the working state and move the folder to its name."""
+        """Write the index, drop the working state and move the folder to its name.
+
+        Raises:
+            CheckpointError: something stands there now that may not be replaced; the working
+                folder stays.
+            OSError: nothing was moved, or (the output is complete) the replaced folder could not
+                be removed.
+        """
+        self._check_output()
         if len(self._shards) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": {name: p.file for name, p in sorted(self._places.items())},
             }
             (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        for path in self.partial.iterdir():
-            if path.is_file():
-                _sync(path)
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.state)
-        self.close()
+        for path in (*self.partial.rglob("*"), self.partial):
+            sync(path)
         if self.output.exists():
             # --overwrite: the old folder goes only now that the new one is complete
             trash = self.output.with_name(f"{self.output.name}.replaced-{os.getpid()}")
             self.output.rename(trash)
-            self.partial.rename(self.output)
+            try:
+                self.partial.rename(self.output)
+            except BaseException:
+                trash.rename(self.output)
+                raise
+            sync(self.output.parent)
             shutil.rmtree(trash)
         else:
+            # fails on a folder that appeared since the check, unless it is empty
             self.partial.rename(self.output)
-        _sync(self.output.parent)
+            sync(self.output.parent)
+        self.close()
 
     def close(self) -> None:
-        """Let go of the working folder; what it holds stays for a resume."""
-        self._lock.close()
+        """Let go of the output; what the working folder holds stays for a resume."""
+        if self._own_lock is not None:
+            self._own_lock.release()
 
     def discard(self) -> None:
         """Remove the working folder."""
-        self.close()
         self._remove(ignore_errors=True)
+        self.close()
 
-    def _claim(self, resume: bool) -> IO[str]:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        lock_path = self.state / "lock"
-        if lock_path.exists():
-            _lock_file(lock_path, self.partial).close()
-            if not resume:
-                self._remove()
+    def _check_output(self) -> None:
+        check_replaceable(self.output, f"--output={str(self.output)!r}", self.overwrite)
+
+    def _claim(self, resume: bool) -> None:
+        if self.partial.exists() and not resume:
+            self._remove()
         have = sum(p.stat().st_blocks * 512 for p in self.partial.glob("*.safetensors"))
         free = shutil.disk_usage(self.output.parent).free
         if self.total_bytes - have > free:
@@ -170,8 +207,7 @@ class CheckpointWriter:
                 f"--output={str(self.output)!r}: needs {self.total_bytes / 1e9:.2f} GB, but "
                 f"{free / 1e9:.2f} GB are free on that disk"
             )
-        lock_path.parent.mkdir(parents=True, exist_ok=True)
-        return _lock_file(lock_path, self.partial)
+        self.state.mkdir(parents=True, exist_ok=True)
 
     def _remove(self, ignore_errors: bool = False) -> None:
         # the journal first: a kill halfway must not leave it speaking of shards that are gone
@@ -179,39 +215,59 @@ class CheckpointWriter:
         shutil.rmtree(self.partial, ignore_errors)
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
-        steps = {}
+        """The steps whose data is on the disk as it was written.
+
+        The first that is not, and all after it, are done again: a layer's inputs come from those
+        before it.
+        """
+        steps, lines = {}, []
         if self._journal.exists():
-            lines = self._journal.read_text().split("\n")
-            # a line without its newline was cut by the kill: that step is done again
-            complete = lines[:-1]
-            for line in complete:
-                entry = json.loads(line)
-                steps[entry["step"]] = entry["facts"]
-            part = self._journal.with_suffix(".part")
-            part.write_text("".join(f"{line}\n" for line in complete))
-            part.replace(self._journal)
+            # a line without its newline was cut by the kill
+            for line in self._journal.read_text(errors="replace").split("\n")[:-1]:
+                try:
+                    entry = json.loads(line)
+                    step, facts, sums = entry["step"], entry["facts"], entry["sums"]
+                except (ValueError, KeyError, TypeError):
+                    break
+                if any(self._checksum(name) != known for name, known in sums.items()):
+                    break
+                steps[step] = facts
+                lines.append(f"{line}\n")
+        part = self._journal.with_suffix(".part")
+        part.write_text("".join(lines))
+        sync(part)
+        part.replace(self._journal)
+        for folder in (self.state, self.partial, self.output.parent):
+            sync(folder)
         return steps
+
+    def _checksum(self, name: str) -> int:
+        """Of a tensor's bytes on the disk; -1 if there is no such tensor."""
+        place, total = self._places.get(name), 0
+        if place is None:
+            return -1
+        with open(self.partial / place.file, "rb") as handle:
+            handle.seek(place.start)
+            rest = place.spec.nbytes
+            while rest:
+                data = handle.read(min(rest, _CHUNK))
+                if not data:
+                    return -1
+                total, rest = zlib.crc32(data, total), rest - len(data)
+        return total
 
     def _create_shards(self) -> None:
         for file, specs in self._shards:
             header = _header(specs)
             path = self.partial / file
             size = len(header) + sum(spec.nbytes for spec in specs)
-            if path.exists() and path.stat().st_size == size:
-                continue
+            if path.is_file() and path.stat().st_size == size:
+                with open(path, "rb") as handle:
+                    if handle.read(len(header)) == header:
+                        continue
             with open(path, "wb") as handle:
                 handle.write(header)
                 handle.truncate(size)
-
-
-def _lock_file(path: Path, partial: Path) -> IO[str]:
-    handle = open(path, "a")  # noqa: SIM115  held for the life of the writer
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise CheckpointError(f"{partial}: another run is writing it; wait or stop it") from None
-    return handle
 
 
 def _split(specs: Sequence[TensorSpec], limit: int) -> list[tuple[str, list[TensorSpec]]]:
@@ -257,12 +313,17 @@ def _place(shards: Sequence[tuple[str, list[TensorSpec]]]) -> dict[str, _Place]:
     for file, specs in shards:
         start = len(_header(specs))
         for spec in specs:
+            if spec.name in places:
+                raise CheckpointError(
+                    f"tensor {spec.name!r}: would be written twice; expected each name once"
+                )
             places[spec.name] = _Place(file, start, spec)
             start += spec.nbytes
     return places
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's or folder's contents are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: MIT
+"""Where a checkpoint may be written: what stands there already, and who else is writing there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from oss_fused.errors import CheckpointError
+
+# what a run makes beside files
+_OWN_FOLDERS = {"report"}
+
+
+def real(path: Path) -> Path:
+    """``path`` with every link followed: a link to a folder means that folder."""
+    return Path(os.path.realpath(path))
+
+
+def check_apart(
+    place: Path, flag: str, folders: Mapping[str, Path], files: Mapping[str, Path]
+) -> None:
+    """Refuse a place that holds what the user did not name.
+
+    Args:
+        place: folder to be written or removed, links followed.
+        flag: what the user calls it, for the message.
+        folders: name -> folder that ``place`` must neither contain nor lie in.
+        files: name -> path that ``place`` must not contain.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    users = {"the home folder": Path.home(), "the working directory": Path.cwd()}
+    for name, path in (users | {**files, **folders}).items():
+        for kept in {Path(os.path.abspath(path)), real(path)}:
+            if kept == place or place in kept.parents:
+                verb = "is" if kept == place else "contains"
+                raise CheckpointError(f"{flag}: {verb} {name} ({path}); expected another folder")
+            if name in folders and kept in place.parents:
+                raise CheckpointError(
+                    f"{flag}: lies inside {name} ({path}); expected a folder outside"
+                )
+
+
+def check_replaceable(place: Path, flag: str, overwrite: bool) -> None:
+    """Refuse a place that exists, unless it is an output of calibration that may be replaced.
+
+    An empty folder may be replaced as well.
+
+    Raises:
+        CheckpointError: says why it may not.
+    """
+    if place.is_symlink():
+        raise CheckpointError(f"{flag}: is a link that leads to itself; expected a folder")
+    if not place.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{flag}: exists; choose another folder or pass --overwrite")
+    if not place.is_dir():
+        raise CheckpointError(f"{flag}: is a file; expected a folder name")
+    if os.path.ismount(place):
+        raise CheckpointError(
+            f"{flag}: is a mount point and cannot be replaced; name a folder in it"
+        )
+    foreign = [p.name for p in place.iterdir() if p.is_dir() and p.name not in _OWN_FOLDERS]
+    if foreign or (any(place.iterdir()) and not _is_output(place)):
+        found = f"holds the folder {foreign[0]!r}" if foreign else "has no recipe.yaml of ours"
+        raise CheckpointError(
+            f"{flag}: exists and {found}: it is no output of calibrate.py, so --overwrite does not "
+            f"replace it; expected another folder, or remove it yourself"
+        )
+
+
+class OutputLock:
+    """Keeps other runs off an output, by a locked file beside it.
+
+    The kernel drops the lock with the process, however it ends.
+    """
+
+    def __init__(self, output: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: another run holds it, or the disk cannot lock files.
+        """
+        self.path = output.with_name(f".{output.name}.lock")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._handle: IO[str] | None = None
+        while self._handle is None:
+            handle = open(self.path, "a")  # noqa: SIM115  held for the life of the run
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # the holder before may have removed the file between opening and locking it
+                if os.path.samestat(os.fstat(handle.fileno()), os.stat(self.path)):
+                    self._handle = handle
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"--output={str(output)!r}: another run is writing it; wait or stop it"
+                ) from None
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be locked: {error.strerror}") from None
+            finally:
+                if self._handle is None:
+                    handle.close()
+
+    def release(self) -> None:
+        """Let others write; harmless when that is so already."""
+        if self._handle is not None:
+            self.path.unlink(missing_ok=True)
+            self._handle.close()
+            self._handle = None
+
+
+def _is_output(folder: Path) -> bool:
+    """Whether calibration made ``folder``: its recipe and the config it goes with are there."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_text())
+        recipe: Any = yaml.safe_load((folder / "recipe.yaml").read_text())
+        method = config["quantization_config"]["quant_method"]
+        formats = {"oss_fp8": "oss-fp8", "compressed-tensors": "compressed-tensors"}
+        return bool(formats[method] == recipe["format"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return False
