@@ -43,6 +43,8 @@ ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"name": str, "file": str, "old": str, "new": str, "tests": list, "gpu": bool}
 # what the sources of a result are: a change in them makes it stale
 SOURCES = ("oss_fused", "scripts", "tests", "deploy")
+# what tests read beside them
+BESIDE = ("docs", ".ci", ".dockerignore", "Makefile", "README.md", "pyproject.toml", "LICENSE")
 # pytest's exit code for failed tests; the others say that the tests did not run
 TESTS_FAILED = 1
 
@@ -151,26 +153,21 @@ def _read(area: str, entry: dict[str, Any]) -> Mutant:
 
 
 def source_digest() -> str:
-    """Digest of every tracked file that a mutant or its tests may read."""
+    """Digest of the files that decide an outcome."""
     digest = hashlib.sha256()
-    for name in tracked(SOURCES):
+    for name in sources(SOURCES):
         digest.update(name.encode())
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def tracked(paths: Iterable[str] = ()) -> list[str]:
-    """Tracked files that exist; every file where the checkout has no git."""
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--", *paths], capture_output=True, text=True
-    )
-    if done.returncode == 0:
-        names = done.stdout.split("\0")
-    else:
-        tops = [ROOT / path for path in paths] or [ROOT]
-        found = (str(file.relative_to(ROOT)) for top in tops for file in top.rglob("*"))
-        names = [name for name in found if not re.search(r"(^|/)(\.|__pycache__)", name)]
-    return sorted(name for name in names if name and (ROOT / name).is_file())
+def sources(tops: Iterable[str]) -> list[str]:
+    """Files of the checkout in these folders, or of these names, as sorted relative paths."""
+    found: list[Path] = []
+    for top in tops:
+        found += [ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*")
+    names = (file.relative_to(ROOT).as_posix() for file in found if file.is_file())
+    return sorted(name for name in names if "__pycache__" not in name)
 
 
 class Results:
@@ -226,7 +223,7 @@ def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int
 
 
 def _copy(folder: Path) -> Path:
-    for name in tracked():
+    for name in sources((*SOURCES, *BESIDE)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     return folder
