@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,18 +18,86 @@ from oss_fused.plugin.patterns import spellings
 # fills scales before loading: no scale has this value, so that what is left was not loaded
 MISSING = torch.finfo(torch.float32).min
 
+# what a tensor of numbers may be stored in; FP8 codes and packed bytes mean nothing by themselves
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 _E8M0_NAN = 255
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# vLLM's layer -> the checkpoint's linears that are fused into it
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def tensor_name(name: str, part: int, parts: int) -> str:
     """Name in the checkpoint of part ``part`` of vLLM's fused tensor ``name``."""
     name = spellings(name)[-1]
     match = re.match(r"^(.*\.)(\w+)(\.\w+)$", name)
-    if match and parts > 1 and len(_FUSED.get(match[2], ())) == parts:
-        return f"{match[1]}{_FUSED[match[2]][part]}{match[3]}"
+    if match and parts > 1 and len(PACKED.get(match[2], ())) == parts:
+        return f"{match[1]}{PACKED[match[2]][part]}{match[3]}"
     return name
+
+
+def check_dtype(name: str, found: torch.dtype, expected: Sequence[torch.dtype]) -> None:
+    """Refuse a tensor of another dtype, which copying into the layer's would cast in silence.
+
+    Args:
+        name: of the tensor in the checkpoint.
+        found: its dtype there.
+        expected: what the layer can take.
+
+    Raises:
+        CheckpointError: names tensor, dtype and what was expected.
+    """
+    if found not in expected:
+        raise CheckpointError(
+            f"{name!r} is {found}; expected {' or '.join(map(str, expected))}, by the checkpoint's "
+            f"quantization_config and the layer's ignore patterns"
+        )
+
+
+def checked_loader(
+    loader: Callable[..., Any], name: str, expected: Sequence[torch.dtype]
+) -> Callable[..., Any]:
+    """A parameter's ``weight_loader`` that looks at the dtype of what it is given.
+
+    Args:
+        loader: vLLM's; a method stays a method of its layer, which reloading looks for.
+        name: of the parameter in vLLM.
+        expected: dtypes that the tensor may have in the checkpoint.
+
+    Returns:
+        A loader with the same signature, which raises CheckpointError for other dtypes.
+    """
+    owner = getattr(loader, "__self__", None)
+    inner = loader.__func__ if isinstance(loader, types.MethodType) else loader
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def load(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        weight = given.get("loaded_weight")
+        if isinstance(weight, torch.Tensor):
+            check_dtype(_part_name(name, owner, given), weight.dtype, expected)
+        return inner(*arguments, **options)
+
+    return load if owner is None else types.MethodType(load, owner)
+
+
+def _part_name(name: str, layer: Any, given: Mapping[str, Any]) -> str:
+    """Name in the checkpoint of the part of ``name`` that a loader's arguments say."""
+    if given.get("expert_id") is not None:
+        parent = name.rpartition(".")[0]
+        linear = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+        }[given["shard_id"]]
+        leaf = given["weight_name"].rpartition(".")[2].partition("_")[2]
+        return f"{spellings(parent)[-1]}.{given['expert_id']}.{linear}.{leaf}"
+    parts = PACKED.get(name.rpartition(".")[0].rpartition(".")[2], ())
+    shard = given.get("loaded_shard_id")
+    if isinstance(shard, str) and f"{shard}_proj" in parts:
+        shard = parts.index(f"{shard}_proj")
+    return tensor_name(name, shard, len(parts)) if isinstance(shard, int) else spellings(name)[-1]
 
 
 def check_scale(name: str, scale: torch.Tensor, widths: Sequence[int]) -> None:

@@ -11,12 +11,15 @@ import vllm.envs as vllm_envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from oss_fused.errors import SchemeError
 from oss_fused.plugin import fingerprint, settings
@@ -29,6 +32,10 @@ from oss_fused.plugin.moe import experts_method
 from oss_fused.plugin.monitor_policy import exact_layers
 from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards
 from oss_fused.plugin.settings import QUANT_METHOD, Settings
+from oss_fused.plugin.unquantized import (
+    OssUnquantizedEmbeddingMethod,
+    OssUnquantizedLinearMethod,
+)
 from oss_fused.quant.checkpoint.audit import check_remote_code
 from oss_fused.quant.scheme import QuantizationScheme
 
@@ -121,7 +128,7 @@ class OssFp8Config(QuantizationConfig):
             CheckpointError: names file, tensor or key.
             SchemeError: the quantisation is not understood.
         """
-        check_before_load(model_name)
+        check_before_load(model_name, hf_config, revision)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Method of ``layer``; None leaves it to vLLM.
@@ -134,16 +141,18 @@ class OssFp8Config(QuantizationConfig):
             # a router's rounding could change who is chosen, and it is no time or memory
             scheme = None if isinstance(layer, GateLinear) else self.scheme_of(prefix)
             if scheme is None:
-                return UnquantizedLinearMethod()
+                return OssUnquantizedLinearMethod(prefix)
             return self._linear_method(scheme, prefix)
         if isinstance(layer, ParallelLMHead):
             # the head belongs to the model's own quantisation only where it asks for it
             scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
             if scheme is None:
-                return None
+                return OssUnquantizedEmbeddingMethod(prefix)
             method = self._linear_method(scheme, prefix)
             method.head_is_fed = self.feeds_tied_head
             return method
+        if isinstance(layer, VocabParallelEmbedding):
+            return OssUnquantizedEmbeddingMethod(prefix)
         if isinstance(layer, RoutedExperts):
             experts = experts_method(layer, self.settings, prefix)
             if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._exact:

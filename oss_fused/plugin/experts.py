@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
 from oss_fused.kernels.moe_config import fp8_variant
-from oss_fused.plugin.checks import MISSING, check_finite
+from oss_fused.plugin.checks import FLOATS, MISSING, check_finite, checked_loader
 from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_reference import route_and_run, run_routed
 from oss_fused.plugin.patterns import spellings
@@ -94,7 +94,15 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             data = torch.zeros(num_experts, *shape, dtype=dtype)
             parameter = Parameter(data, requires_grad=False)
             layer.register_parameter(name, parameter)
-            set_weight_attrs(parameter, extra)
+            own = extra
+            if not isinstance(layer, GptOssRoutedExperts):
+                stored = FLOATS if dtype == params_dtype else (dtype,)
+                own = extra | {
+                    "weight_loader": checked_loader(
+                        extra["weight_loader"], f"{self.prefix}.{name}", stored
+                    )
+                }
+            set_weight_attrs(parameter, own)
             return parameter
 
         for name in ("w13", "w2"):

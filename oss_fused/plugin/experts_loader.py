@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from oss_fused.errors import CheckpointError
+from oss_fused.plugin.checks import FLOATS, check_dtype
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.settings import ExpertsLayout
 
@@ -51,14 +52,23 @@ class ExpertsLoader:
         """Copy this rank's part of ``loaded_weight``; the signature is that of vLLM's loaders.
 
         Raises:
-            CheckpointError: the tensor does not fit the layer.
+            CheckpointError: the tensor does not fit the layer, or has another dtype.
         """
         kind = weight_name.rsplit(".", 1)[-1]
+        check_dtype(spellings(weight_name)[-1], loaded_weight.dtype, self._dtypes(kind))
         if expert_id is None:
             done = [self._load(param, w, kind, e, weight_name) for e, w in enumerate(loaded_weight)]
         else:
             done = [self._load(param, loaded_weight, kind, expert_id, weight_name)]
         return any(done) if return_success else None
+
+    def _dtypes(self, kind: str) -> tuple[torch.dtype, ...]:
+        """What a tensor of that kind may be in the checkpoint."""
+        if kind.endswith("_bias") or self.layout == "bf16":
+            return FLOATS
+        if self.layout == "mxfp4":
+            return (torch.uint8,)
+        return (torch.float32,) if kind.endswith("_scale") else (torch.float8_e4m3fn,)
 
     def _load(
         self, param: torch.nn.Parameter, weight: torch.Tensor, kind: str, expert: int, name: str

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.kv_cache import (
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from oss_fused.errors import CheckpointError
+from oss_fused.plugin.checks import checked_loader
 from oss_fused.plugin.patterns import spellings
 
 # vLLM's sentinel of a scale that the checkpoint did not have
@@ -39,6 +40,9 @@ class OssFp8KVCacheMethod(BaseKVCacheMethod):
             parameter = KVCacheScaleParameter()
             parameter.data = torch.tensor(_NOT_LOADED, dtype=torch.float32)
             parameter.dummy_weight_value = 1.0
+            parameter.weight_loader = checked_loader(
+                KVCacheScaleParameter.weight_loader, self._tensor(name), (torch.float32,)
+            )
             setattr(layer, name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -55,8 +59,7 @@ class OssFp8KVCacheMethod(BaseKVCacheMethod):
         super().process_weights_after_loading(layer)
 
     def _check(self, name: str, value: float, promised: bool) -> None:
-        # model.layers.0.self_attn.attn -> model.layers.0.self_attn.k_scale
-        tensor = f"{spellings(self.prefix.removesuffix('.attn'))[-1]}.{name}"
+        tensor = self._tensor(name)
         if value == _NOT_LOADED:
             if promised:
                 raise CheckpointError(
@@ -66,3 +69,7 @@ class OssFp8KVCacheMethod(BaseKVCacheMethod):
             return
         if not (0 < value < float("inf")):
             raise CheckpointError(f"{tensor!r} is {value}; expected a finite scale above 0")
+
+    def _tensor(self, name: str) -> str:
+        # model.layers.0.self_attn.attn -> model.layers.0.self_attn.k_scale
+        return f"{spellings(self.prefix.removesuffix('.attn'))[-1]}.{name}"

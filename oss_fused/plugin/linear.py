@@ -34,7 +34,14 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.plugin.checks import MISSING, check_finite, check_scale, check_weight
+from oss_fused.plugin.checks import (
+    FLOATS,
+    MISSING,
+    check_finite,
+    check_scale,
+    check_weight,
+    checked_loader,
+)
 from oss_fused.plugin.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
 
@@ -88,22 +95,35 @@ class OssFp8LinearMethod(LinearMethodBase):
         )
         layer.register_parameter(
             "weight",
-            ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader),
+            ModelWeightParameter(
+                data=weight,
+                input_dim=1,
+                output_dim=0,
+                weight_loader=self._loader(loader, "weight", FP8 if self.calibrated else None),
+            ),
         )
         if not self.calibrated:
             return
         scale = ChannelQuantScaleParameter(
             data=torch.full((rows, 1), MISSING, dtype=torch.float32),
             output_dim=0,
-            weight_loader=loader,
+            weight_loader=self._loader(loader, "weight_scale", torch.float32),
         )
         scale.dummy_weight_value = _DUMMY_SCALE
         layer.register_parameter("weight_scale", scale)
         if self.scheme.needs_data:
             missing = torch.full((len(output_partition_sizes),), MISSING, dtype=torch.float32)
-            scale = PerTensorScaleParameter(data=missing, weight_loader=loader)
+            scale = PerTensorScaleParameter(
+                data=missing, weight_loader=self._loader(loader, "input_scale", torch.float32)
+            )
             scale.dummy_weight_value = _DUMMY_SCALE
             layer.register_parameter("input_scale", scale)
+
+    def _loader(self, loader: Any, leaf: str, dtype: torch.dtype | None) -> Any:
+        """``loader`` of that parameter, for tensors of ``dtype`` (None: of any floating point)."""
+        return checked_loader(
+            loader, f"{self.prefix}.{leaf}", FLOATS if dtype is None else (dtype,)
+        )
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Tie a head to the embedding, which itself stays as it is.

@@ -35,6 +35,7 @@ from oss_fused.plugin.experts import OssFp8MoEMethod
 from oss_fused.plugin.experts_loader import ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod, check_block_scales
 from oss_fused.plugin.settings import Settings
+from oss_fused.plugin.unquantized import OssUnquantizedMoEMethod
 from oss_fused.plugin.warmup import warm_batches
 
 # gated activations that FP8 experts may have
@@ -111,7 +112,7 @@ def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> Fus
                 f"{prefix!r} ({type(layer).__name__}): experts={layout!r} is supported for "
                 f"gpt-oss only; expected bf16 or FP8 experts"
             )
-        return UnquantizedFusedMoEMethod(moe)
+        return OssUnquantizedMoEMethod(moe, prefix)
     if layout == "bf16":
         return VllmBf16MoEMethod(moe)
     return _mxfp4_method(moe, prefix)

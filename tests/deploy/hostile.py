@@ -135,6 +135,15 @@ def link_out(folder: Path) -> None:
     (folder / SINGLE).symlink_to(outside)
 
 
+def dequantise(folder: Path) -> None:
+    """A weight as merge tools write it, and its scale gone."""
+    edit(folder, {WEIGHT: tensors_of(folder)[WEIGHT].bfloat16()}, (SCALE,))
+
+
+def left_over_shard(folder: Path) -> None:
+    save_file({WEIGHT: tensors_of(folder)[WEIGHT]}, folder / "old.safetensors")
+
+
 def pickle_only(folder: Path) -> None:
     torch.save(tensors_of(folder), folder / "pytorch_model.bin")
     (folder / SINGLE).unlink()
@@ -209,12 +218,39 @@ CASES: dict[str, Case] = {
     ),
     "weight_missing": Case(drop("model.norm.weight"), "'model.norm.weight' is missing"),
     "weight_wrong_dtype": Case(set_tensor(WEIGHT, lambda t: t.float().to(torch.int8)), "is I8"),
+    "weight_under_a_scale_is_bf16": Case(
+        set_tensor(WEIGHT, torch.Tensor.bfloat16),
+        rf"model\.safetensors: tensor '{WEIGHT}' is torch.bfloat16; expected torch.float8_e4m3fn",
+    ),
+    "weight_under_a_scale_is_fp32": Case(
+        set_tensor(WEIGHT, torch.Tensor.float), "is torch.float32; expected torch.float8_e4m3fn"
+    ),
+    "weight_is_e5m2": Case(
+        set_tensor(WEIGHT, lambda t: t.float().to(torch.float8_e5m2)), f"'{WEIGHT}' is F8_E5M2"
+    ),
+    "weight_and_scale_dequantised": Case(dequantise, f"'{WEIGHT}' is torch.bfloat16; expected"),
+    "scale_without_weight": Case(drop(WEIGHT), f"'{WEIGHT}'.*is missing"),
+    "codes_of_an_ignored_layer": Case(
+        change_quantization(ignore=["lm_head", "*.layers.1.self_attn.qkv_proj"]),
+        f"'{WEIGHT}' is torch.float8_e4m3fn; expected bf16",
+    ),
+    "codes_in_a_norm": Case(
+        set_tensor("model.norm.weight", lambda t: t.to(torch.float8_e4m3fn)),
+        "'model.norm.weight' is torch.float8_e4m3fn; expected torch.bfloat16",
+    ),
+    "blocks_are_numbers": Case(
+        set_tensor("model.layers.0.mlp.experts.down_proj_blocks", torch.Tensor.float),
+        "down_proj_blocks' is torch.float32; expected torch.uint8",
+        base="gpt_oss",
+    ),
     "weight_wrong_shape": Case(set_tensor(WEIGHT, lambda t: t[:, :64]), "config.json asks for"),
     "tensor_in_two_shards": Case(in_two_shards, "stored twice"),
+    "tensor_in_a_left_over_shard": Case(left_over_shard, f"'{WEIGHT}' is stored twice"),
     "tensor_twice_in_header": Case(header(named_twice), "twice; expected it once"),
     "nul_in_name": Case(with_nul, "printable"),
     "absurd_vocabulary": Case(change_config(vocab_size=10**15), "vocab_size=10"),
     "absurd_layers": Case(change_config(num_hidden_layers=10**9), "num_hidden_layers=10"),
+    "negative_hidden_size": Case(change_config(hidden_size=-128), "hidden_size=-128"),
     "absurd_context": Case(
         change_config(max_position_embeddings=10**18), "max_position_embeddings=10"
     ),

@@ -51,6 +51,24 @@ def test_missing_tensor(name, dense, engine):
     refuse(engine, folder, tensors, f"'{name}'", drop=(name,), error=ValueError)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", torch.bfloat16),
+        ("model.layers.0.self_attn.k_proj.weight", torch.float32),
+        (SCALE, torch.bfloat16),
+        ("lm_head.weight", torch.float8_e4m3fn),
+        ("model.embed_tokens.weight", torch.float8_e4m3fn),
+        (KV, torch.float16),
+    ],
+)
+def test_wrong_dtype_where_no_check_came_before(name, dtype, dense, engine, monkeypatch):
+    monkeypatch.setattr("oss_fused.plugin.config.check_before_load", lambda *_: None)
+    folder, tensors = dense
+    bad = tensors | {name: tensors[name].to(dtype)}
+    refuse(engine, folder, bad, f"'{name}' is {dtype}; expected")
+
+
 def test_scale_of_the_wrong_shape(dense, engine):
     folder, tensors = dense
     bad = tensors | {SCALE: torch.ones(3, 1)}

@@ -49,8 +49,31 @@ def test_reader_names_a_missing_folder_or_file(tmp_path: Path, sharded: Path) ->
     with pytest.raises(CheckpointError, match=r"two\.safetensors: shard is missing"):
         CheckpointReader(sharded)
     (sharded / INDEX).unlink()
+    (sharded / "one.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found neither"):
         CheckpointReader(sharded)
+
+
+def test_shards_without_an_index_are_read_as_vllm_loads_them(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    assert CheckpointReader(sharded).names() == ["a", "b"]
+    save_file({"b": torch.zeros(4)}, sharded / "left-over.safetensors")
+    with pytest.raises(CheckpointError, match=r"two\.safetensors: tensor 'b' is stored twice"):
+        CheckpointReader(sharded)
+    # Mistral's own file is served where there is no other
+    save_file({"c": torch.zeros(4)}, sharded / "consolidated.safetensors")
+    (sharded / "left-over.safetensors").unlink()
+    assert CheckpointReader(sharded).names() == ["a", "b"]
+    for name in ("one", "two"):
+        (sharded / f"{name}.safetensors").unlink()
+    assert CheckpointReader(sharded).names() == ["c"]
+
+
+def test_what_lies_beside_the_one_file_is_served_but_not_calibrated(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    (sharded / "one.safetensors").rename(sharded / "model.safetensors")
+    assert CheckpointReader(sharded).names() == ["a"]
+    assert CheckpointReader(sharded, quantised=True).names() == ["a", "b"]
 
 
 def test_reader_names_a_truncated_shard(sharded: Path) -> None:

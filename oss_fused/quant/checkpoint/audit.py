@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from oss_fused.errors import CheckpointError
-from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.checkpoint.reader import SOURCE_DTYPES, CheckpointReader
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,27 @@ _OPTIONAL_SIZES = (
     "num_experts_per_tok",
 )
 _KNOWN_METHODS = (None, "oss_fp8", "mxfp4", "gpt_oss_mxfp4")
+# architectures that end otherwise have layers of their own: draft heads, for example
+_HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
 _MXFP4_BLOCK = 32
 _E8M0_NAN = 255
 
 Shape = tuple[int, ...]
 
 
-def audit(folder: str | Path, remote_code: bool = False, values: bool = True) -> CheckpointReader:
+def audit(
+    folder: str | Path,
+    remote_code: bool = False,
+    values: bool = True,
+    config: dict[str, Any] | None = None,
+) -> CheckpointReader:
     """Check everything about a checkpoint that needs no model.
 
     Args:
         folder: the checkpoint.
         remote_code: Python code that config.json names is welcome.
         values: read every scale too, not only config and headers.
+        config: the model's, where it is not what config.json says: a draft head's, or Mistral's.
 
     Returns:
         The opened checkpoint.
@@ -78,11 +86,11 @@ def audit(folder: str | Path, remote_code: bool = False, values: bool = True) ->
     Raises:
         CheckpointError: names file, tensor or key, its value and what was expected.
     """
-    reader = CheckpointReader(folder, quantised=True)
+    reader = CheckpointReader(folder, quantised=True, config=config)
     check_config(reader.config, remote_code)
     # other quantisations store weights as they like
     if quant_method(reader) in _KNOWN_METHODS:
-        if reader.config["model_type"] in FAMILIES:
+        if _is_known(reader):
             for name in reader.names():
                 reader.dtype(name)
             _check_shapes(reader)
@@ -91,6 +99,17 @@ def audit(folder: str | Path, remote_code: bool = False, values: bool = True) ->
         for name in reader.names():
             check_scale_values(reader, name)
     return reader
+
+
+def _is_known(reader: CheckpointReader) -> bool:
+    """Whether ``expected_shapes`` knows the model, under whatever head it has."""
+    architectures = reader.config.get("architectures") or ["ForCausalLM"]
+    return (
+        reader.config["model_type"] in FAMILIES
+        # in Mistral's own format tensors have other names
+        and not any(name.startswith("layers.0.attention.") for name in reader.names())
+        and all(isinstance(name, str) and name.endswith(_HEADS) for name in architectures)
+    )
 
 
 def quant_method(reader: CheckpointReader) -> str | None:
@@ -238,11 +257,19 @@ def _gated_experts(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 def _check_shapes(reader: CheckpointReader) -> None:
     """Compare every tensor that the model needs with the header that holds it."""
+    architectures = reader.config.get("architectures") or ["ForCausalLM"]
+    # saved without its head, a model's names do without the prefix as well
+    bare = "embed_tokens.weight" in reader and "model.embed_tokens.weight" not in reader
+    generates = not bare and architectures[0].endswith("ForCausalLM")
     for name, shape in expected_shapes(reader.config):
-        for part, size in _stored_as(reader, name, shape):
+        if name == "lm_head.weight" and not generates:
+            continue
+        stored = name.removeprefix("model.") if bare else name
+        for part, size in _stored_as(reader, stored, shape):
             if part not in reader:
+                head = f", architectures={architectures!r}" if part == "lm_head.weight" else ""
                 raise CheckpointError(
-                    f"{reader.folder}: tensor {part!r} is missing; config.json asks for "
+                    f"{reader.folder}: tensor {part!r} is missing; config.json{head} asks for "
                     f"{list(size)}"
                 )
             if reader.shape(part) != size:
@@ -250,6 +277,20 @@ def _check_shapes(reader: CheckpointReader) -> None:
                     f"{reader.folder}: tensor {part!r} has shape {list(reader.shape(part))}; "
                     f"config.json asks for {list(size)}"
                 )
+            _check_dtype(reader, part)
+
+
+def _check_dtype(reader: CheckpointReader, name: str) -> None:
+    """Refuse codes where numbers belong, and numbers where codes do; scales are looked at apart."""
+    if name.endswith(("_blocks", "_scales")):
+        return
+    if name.endswith(("w13_weight", "w2_weight")):
+        expected: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+    else:
+        expected = tuple(SOURCE_DTYPES.values())
+        if name.endswith(("_proj.weight", "lm_head.weight")) or ".experts." in name:
+            expected += (torch.float8_e4m3fn,)
+    _expect_dtype(reader, name, *expected)
 
 
 def _stored_as(reader: CheckpointReader, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
@@ -281,17 +322,37 @@ def _stored_as(reader: CheckpointReader, name: str, shape: Shape) -> Iterator[tu
 
 
 def _check_scale_layout(reader: CheckpointReader) -> None:
-    """Every FP8 weight has a scale per row, and scales have the dtype and shape of the format."""
+    """FP8 codes have a scale per row, nothing else has one, and scales are as the format says."""
     for name in reader.names():
-        if name.endswith("weight") and reader.is_fp8(name):
-            scale = f"{name}_scale"
-            if scale not in reader:
+        if name.endswith("_blocks") or name.endswith("_proj_scales"):
+            _expect_dtype(reader, name, torch.uint8)
+        elif name.endswith("weight_scale"):
+            codes = name.removesuffix("_scale")
+            if codes not in reader:
                 raise CheckpointError(
-                    f"{reader.folder}: tensor {scale!r} is missing; {name!r} is FP8"
+                    f"{reader.file(name)}: tensor {name!r} is the scale of {codes!r}, which is "
+                    f"missing"
                 )
-            _expect(reader, scale, ((reader.shape(name)[0], 1),))
+            _expect_dtype(reader, codes, torch.float8_e4m3fn, reason=f": {name!r} is its scale")
         elif name.endswith((".input_scale", ".k_scale", ".v_scale")):
             _expect(reader, name, ((1,), ()))
+        elif reader.is_fp8(name):
+            scale = f"{name}_scale"
+            if scale not in reader or not name.endswith("weight"):
+                raise CheckpointError(
+                    f"{reader.file(name)}: tensor {scale!r} is missing; {name!r} is FP8"
+                )
+            _expect(reader, scale, ((reader.shape(name)[0], 1),))
+
+
+def _expect_dtype(
+    reader: CheckpointReader, name: str, *expected: torch.dtype, reason: str = ""
+) -> None:
+    if reader.dtype(name) not in expected:
+        raise CheckpointError(
+            f"{reader.file(name)}: tensor {name!r} is {reader.dtype(name)}; expected "
+            f"{' or '.join(map(str, expected))}{reason}"
+        )
 
 
 def _expect(reader: CheckpointReader, name: str, shapes: tuple[Shape, ...]) -> None:
@@ -300,7 +361,4 @@ def _expect(reader: CheckpointReader, name: str, shapes: tuple[Shape, ...]) -> N
             f"{reader.folder}: tensor {name!r} has shape {list(reader.shape(name))}; expected "
             f"{list(shapes[0])}"
         )
-    if reader.dtype(name) != torch.float32:
-        raise CheckpointError(
-            f"{reader.folder}: tensor {name!r} is {reader.dtype(name)}; expected torch.float32"
-        )
+    _expect_dtype(reader, name, torch.float32)

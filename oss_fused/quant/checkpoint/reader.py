@@ -31,18 +31,25 @@ _FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
 class CheckpointReader:
     """The tensors of a folder with ``model.safetensors`` or shards and their index."""
 
-    def __init__(self, folder: str | Path, quantised: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        quantised: bool = False,
+        config: dict[str, Any] | None = None,
+    ) -> None:
         """Open the shards and read their headers.
 
         Args:
             folder: the checkpoint.
             quantised: FP8 tensors are welcome.
+            config: the model's; read from config.json, if None.
 
         Raises:
             CheckpointError: the folder, its config, index or a shard is missing or damaged; names
                 file and tensor.
         """
         self.folder = Path(folder)
+        self._quantised = quantised
         self._known = {**_KNOWN_DTYPES, **(_FP8_DTYPES if quantised else {})}
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -51,7 +58,7 @@ class CheckpointReader:
             )
         for name in ("config.json", INDEX):
             check_link(self.folder, self.folder / name)
-        self.config: dict[str, Any] = _read_json(self.folder / "config.json")
+        self.config = _read_json(self.folder / "config.json") if config is None else config
         self._files: dict[str, str] = self._locate()
         self._open: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -82,9 +89,14 @@ class CheckpointReader:
             )
         return self._known[code]
 
+    def file(self, name: str) -> Path:
+        """The shard that holds a tensor, for messages."""
+        return self._file_of(name)
+
     def is_fp8(self, name: str) -> bool:
-        """Whether a tensor holds FP8 codes."""
-        return self.dtype(name) in _FP8_DTYPES.values()
+        """Whether a tensor holds FP8 codes; other dtypes, unknown ones too, are False."""
+        self._file_of(name)
+        return self._dtypes[name] in _FP8_DTYPES
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Read a tensor, or its ``index``-th slice along the first dimension.
@@ -148,15 +160,7 @@ class CheckpointReader:
     def _locate(self) -> dict[str, str]:
         index = self.folder / INDEX
         if not index.exists():
-            if not (self.folder / SINGLE).exists():
-                pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
-                found = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
-                raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {found}")
-            if not (self.folder / SINGLE).is_file():
-                raise CheckpointError(f"{self.folder / SINGLE}: is no file")
-            check_link(self.folder, self.folder / SINGLE)
-            with self._open_file(self.folder / SINGLE) as handle:
-                return dict.fromkeys(handle.keys(), SINGLE)
+            return self._locate_without_index()
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: expected an object 'weight_map' of tensor -> file")
@@ -167,6 +171,32 @@ class CheckpointReader:
                     f"file of this folder"
                 )
         return weight_map
+
+    def _locate_without_index(self) -> dict[str, str]:
+        """The one file, or every shard as vLLM loads them; Mistral's own where there are no others.
+
+        Served is what lies beside the one file as well.
+        """
+        found = sorted(self.folder.glob("*.safetensors"))
+        shards = [path for path in found if not path.name.startswith("consolidated")] or found
+        if not self._quantised and self.folder / SINGLE in shards:
+            shards = [self.folder / SINGLE]
+        if not shards:
+            pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
+            found = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
+            raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {found}")
+        files: dict[str, str] = {}
+        for path in shards:
+            self._check_place(path)
+            with self._open_file(path) as handle:
+                names = handle.keys()
+                for name in names:
+                    if name in files:
+                        raise CheckpointError(
+                            f"{path}: tensor {name!r} is stored twice; {files[name]} has it too"
+                        )
+                    files[name] = path.name
+        return files
 
     def _check_shards(self) -> None:
         """Open every shard, so that a missing or truncated one is found before work starts."""
