@@ -91,6 +91,14 @@ def get(name: str) -> str:
     return value
 
 
+def shown(name: str) -> str:
+    """The value of ``name`` for reports, also where it is not one of the variable's choices."""
+    try:
+        return get(name)
+    except ValueError:
+        return f"{os.environ[name]} (unknown)"
+
+
 def graph_settings() -> dict[str, str]:
     """The variables that can change a compiled graph, with their values."""
     return {name: get(name) for name in VARIABLES if not name.startswith(_WATCHING)}

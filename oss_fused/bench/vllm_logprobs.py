@@ -26,19 +26,20 @@ def main() -> int:
     # vLLM is what is measured: this program needs it, importing the package does not
     vllm = importlib.import_module("vllm")
     llm = make_engine(vllm, job["model"], job["flags"])
+    # a model without so many tokens has no more to rank
+    top = min(job["top"], llm.llm_engine.model_config.get_vocab_size())
     windows, owners = [], []
     for number, text in enumerate(texts):
         parts = split(llm.get_tokenizer(), text, job["window"], job["max_tokens"])
         windows += parts
         owners += [number] * len(parts)
     parameters = vllm.SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=job["top"], detokenize=False
+        max_tokens=1, temperature=0.0, prompt_logprobs=top, detokenize=False
     )
     start = time.monotonic()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in windows], parameters)
     arrays = [
-        window_logprobs(ids, output.prompt_logprobs, job["top"])
-        for ids, output in zip(windows, outputs)
+        window_logprobs(ids, output.prompt_logprobs, top) for ids, output in zip(windows, outputs)
     ]
     names = ("token_ids", "token_logprobs", "top_ids", "top_logprobs")
     joined = {name: np.concatenate([array[i] for array in arrays]) for i, name in enumerate(names)}

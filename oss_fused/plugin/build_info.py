@@ -34,7 +34,7 @@ def labels() -> dict[str, str]:
         "vllm": version("vllm") or "",
         "torch": version("torch") or "",
     }
-    return versions | {label: envs.get(name) for label, name in _LABELS.items()}
+    return versions | {label: envs.shown(name) for label, name in _LABELS.items()}
 
 
 def server_pid() -> int:

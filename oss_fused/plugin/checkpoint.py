@@ -113,10 +113,12 @@ def _mistral_config(folder: Path) -> dict[str, Any] | None:
         return None
     from vllm.transformers_utils.config import get_config
 
+    # vLLM looks into the file for its dtype, and says nothing where it is damaged
+    CheckpointReader(folder, quantised=True, config={})
     try:
         return get_config(folder, trust_remote_code=False, config_format="mistral").to_dict()
     except Exception as error:
-        raise CheckpointError(f"{folder / 'params.json'}: vLLM cannot read it: {error}") from None
+        raise CheckpointError(f"{folder / 'params.json'}: vLLM cannot read it: {error!r}") from None
 
 
 def _check_patterns(settings: Settings, reader: CheckpointReader) -> None:

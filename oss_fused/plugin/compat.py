@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from oss_fused.errors import BackendUnavailableError, UnsupportedDeviceError
+from oss_fused import envs
+from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
+from oss_fused.plugin.monitor_metrics import interval
 
 # the release whose extension points plugin/ was written for and run with
 SUPPORTED_VLLM = "0.32"
@@ -31,6 +33,19 @@ def check_vllm() -> None:
             f"vllm=={version}: oss_fused works with vllm {SUPPORTED_VLLM}.*; install that, or an "
             f"oss_fused for your vllm, or set VLLM_PLUGINS to leave oss_fused out"
         )
+
+
+def check_settings() -> None:
+    """Refuse an environment variable with a value that it cannot have.
+
+    Raises:
+        SchemeError: names the variable, its value and what was expected.
+    """
+    try:
+        envs.snapshot()
+    except ValueError as error:
+        raise SchemeError(str(error)) from None
+    interval()
 
 
 def check_device() -> None:

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from oss_fused.errors import SchemeError
 from oss_fused.plugin import fingerprint, settings
 from oss_fused.plugin.checkpoint import check_before_load
-from oss_fused.plugin.compat import MIN_CAPABILITY, check_device
+from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
 from oss_fused.plugin.kv_cache import OssFp8KVCacheMethod
 from oss_fused.plugin.linear import OssFp8LinearMethod
@@ -42,6 +42,9 @@ from oss_fused.quant.scheme import QuantizationScheme
 # quant_method of checkpoints that --quantization oss_fp8 may take over
 _TAKES = (None, "", QUANT_METHOD, *settings.MXFP4_METHODS)
 
+# what vLLM's pooling models call their last layer
+_CLASSIFIERS = ("score", "classifier")
+
 
 class OssFp8Config(QuantizationConfig):
     """How vLLM serves a model with ``--quantization oss_fp8``."""
@@ -53,10 +56,12 @@ class OssFp8Config(QuantizationConfig):
             parsed: what the checkpoint says; without it, a bf16 checkpoint is quantised online.
 
         Raises:
+            SchemeError: an environment variable has a value that it cannot have.
             UnsupportedDeviceError: the GPU has no FP8 tensor cores.
             SchemeError: VLLM_BATCH_INVARIANT is set.
         """
         super().__init__()
+        check_settings()
         check_device()
         _check_batch_invariance()
         self.settings = parsed or settings.online(settings.OnlineOptions())
@@ -138,8 +143,10 @@ class OssFp8Config(QuantizationConfig):
         """
         self._read_options()
         if isinstance(layer, LinearBase):
-            # a router's rounding could change who is chosen, and it is no time or memory
-            scheme = None if isinstance(layer, GateLinear) else self.scheme_of(prefix)
+            # a router's or a classifier's rounding could change who is chosen, and neither is time
+            # or memory
+            chooses = isinstance(layer, GateLinear) or prefix.rpartition(".")[2] in _CLASSIFIERS
+            scheme = None if chooses else self.scheme_of(prefix)
             if scheme is None:
                 return OssUnquantizedLinearMethod(prefix)
             return self._linear_method(scheme, prefix)
@@ -200,7 +207,9 @@ class OssFp8Config(QuantizationConfig):
         check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
         fingerprint.record(vllm_config)
         self._exact = exact_layers()
-        raw = vllm_config.additional_config.get("oss_fused")
+        # options are for the served model: its layers are not the draft's
+        draft = model.runner_type == "draft"
+        raw = None if draft else vllm_config.additional_config.get("oss_fused")
         self.settings = settings.with_options(self.settings, raw)
         if not self.settings.calibrated:
             self._unmatched_ignore = set(self.settings.ignore)

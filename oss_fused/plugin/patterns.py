@@ -23,11 +23,14 @@ LINEAR = "Linear"
 # vLLM's gpt-oss calls the checkpoint's self_attn attn
 _VLLM_ATTENTION = re.compile(r"^(.*\blayers\.\d+)\.attn(?=\.|$)")
 
+# what vLLM puts before every name of a draft model
+_DRAFT = "draft_model."
+
 
 def spellings(name: str) -> list[str]:
-    """The name as vLLM spells it and, where they differ, as the checkpoint does."""
-    original = _VLLM_ATTENTION.sub(r"\1.self_attn", name)
-    return [name] if original == name else [name, original]
+    """The name as vLLM spells it and, where they differ, as the checkpoint does, which is last."""
+    own = name.removeprefix(_DRAFT)
+    return list(dict.fromkeys((name, own, _VLLM_ATTENTION.sub(r"\1.self_attn", own))))
 
 
 def shards(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oss_fused import envs
+from oss_fused.errors import BackendUnavailableError, OssFusedError
 from oss_fused.plugin.compat import check_vllm
 from oss_fused.plugin.settings import QUANT_METHOD
 
@@ -26,24 +28,53 @@ MODEL_CLASSES = {
 # With graphs up to 512 only, Llama's first token comes later at 8 requests at once (docs/decode.md)
 GRAPH_TOKENS = 1024
 
+# Python's own, which needs nothing of vLLM
+logger = logging.getLogger(__name__)
+
 _registered = False
 
 
 def register_all() -> None:
     """Register with vLLM, once a process; models load on first use.
 
-    Raises:
-        BackendUnavailableError: vLLM is missing, or of a release that this package does not know.
+    Nothing is raised: servers of other models load this plugin too. Where vLLM is of another
+    release, none of its classes changes, one line is logged, and a model that asks for oss_fp8
+    gets the error.
     """
     global _registered
     if _registered:
         return
-    check_vllm()
+    _registered = True
+    try:
+        check_vllm()
+        _register()
+    except Exception as error:
+        reason = str(error) if isinstance(error, OssFusedError) else f"vLLM changed: {error!r}"
+        logger.warning("oss_fused is not active: %s", reason)
+        _register_refusal(reason)
+
+
+def _register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from oss_fused.plugin.build_info import ServerCollector, register_collectors
     from oss_fused.plugin.config import OssFp8Config
+
+    # all that may fail stands above: nothing is registered by halves
+    register_quantization_config(QUANT_METHOD)(OssFp8Config)
+    for architecture, name in MODEL_CLASSES.items():
+        ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
+        _add_to_settings(MODELS_CONFIG_MAP, architecture, shorten_steps)
+    try:
+        _register_metrics()
+    except Exception as error:
+        # a folder that cannot be made, a name that is taken: no reason not to serve
+        logger.warning("oss_fused shows no metrics: %r", error)
+
+
+def _register_metrics() -> None:
+    from oss_fused.plugin.build_info import ServerCollector, register_collectors
     from oss_fused.plugin.monitor_metrics import Collector, interval, share_folder
 
     if interval():
@@ -51,11 +82,38 @@ def register_all() -> None:
         register_collectors(ServerCollector(), Collector())
     else:
         register_collectors(ServerCollector())
-    register_quantization_config(QUANT_METHOD)(OssFp8Config)
-    for architecture, name in MODEL_CLASSES.items():
-        ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
-        _add_to_settings(architecture, shorten_steps)
-    _registered = True
+
+
+def _register_refusal(reason: str) -> None:
+    """Register a quantisation method that raises ``reason`` where a model asks for it."""
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
+        from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+        class Refused(QuantizationConfig):  # type: ignore[misc]
+            """Stands for oss_fp8 where it cannot run."""
+
+            def __new__(cls, *arguments: Any, **options: Any) -> Any:
+                raise BackendUnavailableError(f"quantization {QUANT_METHOD}: {reason}")
+
+            @classmethod
+            def from_config(cls, config: dict[str, Any]) -> Any:
+                return cls()
+
+            @staticmethod
+            def get_config_filenames() -> list[str]:
+                return []
+
+            @classmethod
+            def override_quantization_method(
+                cls, hf_quant_cfg: Any, user_quant: str | None, *more: Any, **options: Any
+            ) -> None:
+                if user_quant == QUANT_METHOD:
+                    cls()
+
+        register_quantization_config(QUANT_METHOD)(Refused)
+    except Exception as error:
+        logger.warning("oss_fused: vLLM has no place for a quantisation method: %r", error)
 
 
 def shorten_steps(vllm_config: VllmConfig) -> None:
@@ -77,11 +135,13 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
         graphs.max_cudagraph_capture_size = min(GRAPH_TOKENS, scheduler.max_num_batched_tokens)
 
 
-def _add_to_settings(architecture: str, change: Callable[[VllmConfig], None]) -> None:
+def _add_to_settings(
+    settings: dict[str, Any], architecture: str, change: Callable[[VllmConfig], None]
+) -> None:
     """Have vLLM call ``change`` after its own settings for models of ``architecture``."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-    theirs = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+    theirs = settings.get(architecture, VerifyAndUpdateConfig)
 
     class Changed(theirs):  # type: ignore[misc, valid-type]
         """vLLM's settings of a model, and a change of ours."""
@@ -91,4 +151,4 @@ def _add_to_settings(architecture: str, change: Callable[[VllmConfig], None]) ->
             theirs.verify_and_update_config(vllm_config)
             change(vllm_config)
 
-    MODELS_CONFIG_MAP[architecture] = Changed
+    settings[architecture] = Changed

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from oss_fused.bench import vllm_logprobs
 from oss_fused.bench.compare import Arm
 from oss_fused.bench.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
 from oss_fused.bench.needle import build_prompt, found, make_needles
@@ -60,6 +62,42 @@ def test_window_logprobs_ranks_and_takes_the_token_itself() -> None:
     assert ids.tolist() == [7] and own.tolist() == [-9.0]
     assert top_ids.tolist() == [[2, 3]]
     np.testing.assert_allclose(top_values, [[-0.1, -2.0]])
+
+
+def test_a_small_vocabulary_is_ranked_whole(tmp_path, monkeypatch) -> None:
+    vocabulary, asked = 7, []
+
+    class Engine:
+        llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary)
+        )
+
+        def get_tokenizer(self):
+            return SimpleNamespace(encode=lambda text: [1, 2, 3, 4], bos_token_id=None)
+
+        def generate(self, prompts, parameters):
+            asked.append(parameters.get("prompt_logprobs"))
+            # vLLM's engine dies where more are asked for than there are
+            assert (parameters.get("prompt_logprobs") or 0) <= vocabulary
+            ranks = {
+                token: SimpleNamespace(logprob=-1.0 - token, rank=token + 1)
+                for token in range(vocabulary)
+            }
+            lists = [[None] + [ranks] * (len(p["prompt_token_ids"]) - 1) for p in prompts]
+            return [SimpleNamespace(prompt_logprobs=each) for each in lists]
+
+    (tmp_path / "a.txt").write_text("text")
+    job = {"model": "m", "flags": [], "texts": [str(tmp_path / "a.txt")], "window": 4}
+    job |= {"max_tokens": 9, "top": 300, "needles": [], "output": str(tmp_path / "out.npz")}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    module = SimpleNamespace(SamplingParams=lambda **settings: settings)
+    monkeypatch.setattr(vllm_logprobs.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(vllm_logprobs, "make_engine", lambda *_: Engine())
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "job.json")])
+    assert vllm_logprobs.main() == 0
+    written = dict(np.load(tmp_path / "out.npz"))
+    assert asked[0] == 7 and written["top_ids"].tolist() == [list(range(7))] * 3
+    assert kl_divergence(written, written).max() < 1e-6
 
 
 @pytest.fixture

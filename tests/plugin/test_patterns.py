@@ -24,6 +24,23 @@ def test_gpt_oss_attention_has_two_spellings():
     assert spellings(QKV) == [QKV]
 
 
+DRAFT = "draft_model.model.layers.0"
+
+
+def test_a_draft_models_names_are_those_of_its_checkpoint():
+    assert spellings(f"{DRAFT}.attn.o_proj")[-1] == "model.layers.0.self_attn.o_proj"
+    assert shards(f"{DRAFT}.self_attn.qkv_proj", PACKED) == [
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
+    ]
+    ignore = ["lm_head", "model.layers.0.mlp.down_proj", "re:model\\.layers\\.0\\.self_attn"]
+    for name in ("draft_model.lm_head", f"{DRAFT}.mlp.down_proj", f"{DRAFT}.self_attn.qkv_proj"):
+        assert is_ignored(name, ignore, PACKED)
+        assert is_ignored(name, [f"{name}*"], PACKED)
+    assert not is_ignored(f"{DRAFT}.mlp.gate_up_proj", ignore, PACKED)
+    groups = {"a": ["Linear"], "b": ["model.layers.0.mlp.down_proj"]}
+    assert find_target(f"{DRAFT}.mlp.down_proj", groups, PACKED) == "b"
+
+
 def test_shards_carry_the_names_of_the_checkpoint():
     assert shards("model.layers.0.attn.qkv_proj", PACKED) == [
         f"model.layers.0.self_attn.{part}_proj" for part in "qkv"

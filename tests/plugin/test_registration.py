@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,93 @@ def test_other_vllm_releases_are_refused(version, monkeypatch):
 def test_this_vllm_release_is_accepted(version, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     compat.check_vllm()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Registration as in a new process; vLLM's tables are put back afterwards."""
+    from vllm.model_executor.layers import quantization
+    from vllm.model_executor.models import config
+
+    from oss_fused.plugin import registration
+
+    methods = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    monkeypatch.setattr(registration, "_registered", False)
+    monkeypatch.setitem(methods, "oss_fp8", methods.get("oss_fp8"))
+    monkeypatch.setattr(config, "MODELS_CONFIG_MAP", dict(config.MODELS_CONFIG_MAP))
+    monkeypatch.setattr(registration, "_register_metrics", lambda: None)
+    return registration, methods, config.MODELS_CONFIG_MAP
+
+
+def not_there(*_):
+    raise ImportError("no module fusion")
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("0.33.1", r"vllm==0\.33\.1: oss_fused works with vllm 0\.32"), ("0.32.0", "vLLM changed")],
+)
+def test_another_vllm_serves_what_is_not_oss_fp8(version, reason, fresh, monkeypatch, caplog):
+    registration, methods, changed = fresh
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(registration, "_add_to_settings", not_there)
+    monkeypatch.setattr("vllm.ModelRegistry.register_model", not_there)
+    before = dict(changed)
+    register_all()
+    register_all()
+    assert changed == before
+    assert len(caplog.records) == 1 and re.search(reason, caplog.text)
+    refused = methods["oss_fp8"]
+    assert refused.override_quantization_method({"quant_method": "fp8"}, None) is None
+    with pytest.raises(BackendUnavailableError, match=reason):
+        refused()
+    with pytest.raises(BackendUnavailableError, match=reason):
+        refused.from_config({"quant_method": "oss_fp8"})
+    with pytest.raises(BackendUnavailableError, match=reason):
+        refused.override_quantization_method({"quant_method": "mxfp4"}, "oss_fp8", hf_config=None)
+
+
+def test_a_vllm_without_the_registry_is_left_alone(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99")
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.quantization", None)
+    register_all()
+    assert "no place for a quantisation method" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OSS_FUSED_ATTENTION", "vlm"),
+        ("OSS_FUSED_STEP", "long"),
+        ("OSS_FUSED_MONITOR", "often"),
+        ("OSS_FUSED_BACKEND", "cuda"),
+    ],
+)
+def test_a_typo_is_refused_where_oss_fp8_is_used_and_only_there(
+    name, value, fresh, monkeypatch, caplog
+):
+    from oss_fused.plugin import build_info
+    from oss_fused.plugin.config import OssFp8Config
+
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fresh[0], "_register_metrics", build_info.labels)
+    with caplog.at_level("WARNING"):
+        register_all()
+    assert not caplog.text
+    other = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8"))
+    shorten_steps(other)
+    assert OssFp8Config.override_quantization_method({"quant_method": "fp8"}, None) is None
+    with pytest.raises(SchemeError, match=f"{name}='{value}': expected"):
+        OssFp8Config()
+
+
+def test_metrics_that_cannot_be_registered_stop_nothing(fresh, monkeypatch, caplog):
+    def taken():
+        raise OSError("no space left")
+
+    monkeypatch.setattr(fresh[0], "_register_metrics", taken)
+    register_all()
+    assert "no metrics: OSError" in caplog.text
 
 
 def platform(kind: str, capability: tuple[int, int]) -> SimpleNamespace:
