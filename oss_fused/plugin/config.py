@@ -159,7 +159,8 @@ class OssFp8Config(QuantizationConfig):
             method.head_is_fed = self.feeds_tied_head
             return method
         if isinstance(layer, VocabParallelEmbedding):
-            return OssUnquantizedEmbeddingMethod(prefix)
+            # vLLM gives some models' embeddings no name
+            return OssUnquantizedEmbeddingMethod(prefix or "model.embed_tokens")
         if isinstance(layer, RoutedExperts):
             experts = experts_method(layer, self.settings, prefix)
             if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._exact:

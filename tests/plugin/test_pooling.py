@@ -62,6 +62,28 @@ def test_layers_of_an_architecture_that_is_not_known_are_not_guessed(tmp_path):
     check_before_load(str(folder))
 
 
+def test_audit_of_dtypes(tmp_path):
+    folder = calibrate(build(tmp_path, "llama"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    codes, scale = tensors_of(folder)[name], tensors_of(folder)[f"{name}_scale"]
+    dense = (codes.float() * scale).bfloat16()
+    named = rf"model\.safetensors: tensor '{name}' is torch"
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        edit(folder, {name: dense.to(dtype)})
+        with pytest.raises(CheckpointError, match=rf"{named}.*float8_e4m3fn.*is its scale"):
+            check_before_load(str(folder))
+    edit(folder, {name: dense}, (f"{name}_scale",))
+    with pytest.raises(CheckpointError, match=rf"{named}.*float8_e4m3fn, because ignore"):
+        check_before_load(str(folder))
+    edit(folder, {name: codes, f"{name}_scale": scale})
+    check_before_load(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "*.layers.1.mlp.down_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{named}.*expected bf16"):
+        check_before_load(str(folder))
+
+
 def snapshot(hub: Path, folder: Path, monkeypatch) -> Path:
     """Put a model into a hub cache, as ``org/name``."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
