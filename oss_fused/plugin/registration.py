@@ -90,7 +90,7 @@ def _register_refusal(reason: str) -> None:
         from vllm.model_executor.layers.quantization import register_quantization_config
         from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-        class Refused(QuantizationConfig):  # type: ignore[misc]
+        class Refused(QuantizationConfig):
             """Stands for oss_fp8 where it cannot run."""
 
             def __new__(cls, *arguments: Any, **options: Any) -> Any:

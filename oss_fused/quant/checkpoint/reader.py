@@ -183,8 +183,8 @@ class CheckpointReader:
             shards = [self.folder / SINGLE]
         if not shards:
             pickles = sorted(p.name for p in self.folder.iterdir() if p.suffix in _PICKLES)
-            found = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
-            raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {found}")
+            here = f"{pickles[0]}, a pickle that could run code" if pickles else "neither"
+            raise CheckpointError(f"{self.folder}: expected {SINGLE} or {INDEX}, found {here}")
         files: dict[str, str] = {}
         for path in shards:
             self._check_place(path)
