@@ -37,7 +37,7 @@ VARIABLES: dict[str, Variable] = {
         "auto",
         ("auto", "exact", "fp8"),
         "activations of our MXFP4 experts: exact keeps bf16's precision, fp8 quantises them from "
-        "256 tokens a step on, auto from 512 (prefill)",
+        "256 tokens a step on, auto from 512, whatever the tokens are",
     ),
     "OSS_FUSED_ATTENTION": Variable(
         "auto",

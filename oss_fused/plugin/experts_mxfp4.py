@@ -29,9 +29,10 @@ from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
-# OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a batch from which on FP8 activations are taken, -1
-# none; "auto" keeps decode exact, and in prefill they add 5 % to the KL divergence that the FP8
-# projections have alone (docs/moe.md)
+# OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a step from which on FP8 activations are taken, -1
+# none. All tokens count, of all data-parallel ranks, and all get them: a decoding sequence too, in
+# a large batch or beside a prompt. A rule by kind of token would not hold in graphs of mixed steps,
+# which are recorded per number of tokens (docs/moe.md: what it costs, in quality and in time)
 _FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
 
 
