@@ -55,7 +55,8 @@ def image(tmp_path_factory) -> Path:
 def container(image: Path, folder: Path, flags: list[str], **variables: str) -> Server:
     """A server of a tiny model, as the container starts it; its files lie in ``folder``."""
     # static scales: layers with others cannot saturate
-    model = calibrate(build(folder / "model", "llama"), inputs="tensor")
+    model = build(folder / "model", "llama", max_position_embeddings=512)
+    calibrate(model, inputs="tensor")
     environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"SERVER_FILE": str(folder / "server.json"), "PYTHONPATH": str(ROOT)}
