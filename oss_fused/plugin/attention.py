@@ -122,6 +122,8 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         if size not in arrivals:
             arrivals[size] = torch.zeros(size, dtype=torch.int32, device=device)
         layer.impl.arrivals = arrivals[size]
+        # sleep at level 2 keeps buffers alone
+        layer.register_buffer("oss_arrivals", arrivals[size], persistent=False)
 
 
 def _fits(impl: Any) -> bool:

@@ -146,17 +146,27 @@ def check_weight(name: str, codes: torch.Tensor, widths: Sequence[int]) -> None:
             )
 
 
-def check_finite(name: str, weight: torch.Tensor) -> None:
-    """Refuse a weight with NaN or Inf before it is quantised.
+def check_finite(name: str, weight: torch.Tensor, widths: Sequence[int] = ()) -> None:
+    """Refuse a tensor with NaN or Inf, which is also what a missing one is left at.
+
+    Args:
+        name: of the parameter in vLLM.
+        weight: [N, ...], of a float dtype.
+        widths: rows of each tensor of the checkpoint that is fused into it; none: it is one.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: names the tensor of the checkpoint.
     """
-    if not bool(weight.isfinite().all()):
-        raise CheckpointError(
-            f"{spellings(name)[-1]!r} is missing from the checkpoint, or holds NaN or Inf; "
-            f"expected finite weights"
-        )
+    if bool(weight.isfinite().all()):
+        return
+    # rows beyond the checkpoint's pad a vocabulary
+    parts = weight.split(list(widths)) if sum(widths) == len(weight) else (weight,)
+    for part, rows in enumerate(parts):
+        if not bool(rows.isfinite().all()):
+            raise CheckpointError(
+                f"{tensor_name(name, part, len(parts))!r} is missing from the checkpoint, or holds "
+                f"NaN or Inf; expected finite numbers"
+            )
 
 
 def check_mxfp4_scale(name: str, scale: torch.Tensor) -> None:
@@ -176,3 +186,23 @@ def check_mxfp4_scale(name: str, scale: torch.Tensor) -> None:
             f"'{parent}.{part}_scales' holds {_E8M0_NAN}, the NaN of e8m0; expected finite block "
             f"scales"
         )
+
+
+def check_unquantised(layer: Any, prefix: str) -> None:
+    """Refuse a linear layer's 16-bit weight with NaN or Inf, or without one of its parts.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    check_finite(f"{prefix}.weight", layer.weight.data, layer.logical_widths)
+
+
+def check_bias(layer: Any, prefix: str) -> None:
+    """Refuse a linear layer's bias, if it has one, with NaN or Inf, or without one of its parts.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    bias = layer._parameters.get("bias")
+    if bias is not None:
+        check_finite(f"{prefix}.bias", bias.data, layer.logical_widths)

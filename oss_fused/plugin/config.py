@@ -31,6 +31,7 @@ from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.moe import experts_method
 from oss_fused.plugin.monitor_policy import exact_layers
 from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards
+from oss_fused.plugin.reload import install
 from oss_fused.plugin.settings import QUANT_METHOD, Settings
 from oss_fused.plugin.unquantized import (
     OssUnquantizedEmbeddingMethod,
@@ -64,6 +65,7 @@ class OssFp8Config(QuantizationConfig):
         check_settings()
         check_device()
         _check_batch_invariance()
+        install()
         self.settings = parsed or settings.online(settings.OnlineOptions())
         # vLLM reads this attribute: a dict switches --kv-cache-dtype auto to fp8
         self.kv_cache_scheme = self.settings.kv_cache_scheme

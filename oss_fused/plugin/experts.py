@@ -30,7 +30,7 @@ import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
 from oss_fused.kernels.moe_config import fp8_variant
 from oss_fused.plugin.checks import FLOATS, MISSING, check_finite, checked_loader
-from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.plugin.experts_loader import CheckedExperts, ExpertsLoader
 from oss_fused.plugin.experts_reference import route_and_run, run_routed
 from oss_fused.plugin.patterns import spellings
 from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
@@ -38,7 +38,7 @@ from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
 FP8 = torch.float8_e4m3fn
 
 
-class OssFp8MoEMethod(FusedMoEMethodBase):
+class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
     """Experts of one layer: gpt-oss's, or gated by SiLU without biases (Mixtral, Qwen-MoE)."""
 
     def __init__(
@@ -80,12 +80,12 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register w13 and w2 with scales and biases; zero, so that padding stays harmless."""
+        """Register w13 and w2 with scales and biases."""
         rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         columns = {"w13": hidden_size, "w2": intermediate_size_per_partition}
         if isinstance(layer, GptOssRoutedExperts):
-            loader = ExpertsLoader(layer, "bf16" if self.online else "fp8")
-            extra["weight_loader"] = loader.load
+            self.loader = ExpertsLoader(layer, "bf16" if self.online else "fp8")
+            extra["weight_loader"] = self.loader.load
         else:
             # vLLM's own loader takes gates and ups one by one, and must know what a scale is of
             extra["quant_method"] = FusedMoeWeightScaleSupported.CHANNEL.value
@@ -112,22 +112,39 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
             else:
                 register(f"{name}_weight", (n, k), FP8)
                 scale = register(f"{name}_weight_scale", (n, 1), torch.float32)
-                scale.data.fill_(MISSING)
                 scale.dummy_weight_value = 1.0
             if self.moe.has_bias:
                 register(f"{name}_bias", (n,), params_dtype)
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: RoutedExperts) -> None:
+        """NaN in weights and biases, MISSING in scales; gpt-oss's loader keeps count instead."""
+        super().mark_missing(layer)
+        if self.loader is not None:
+            return
+        for name, parameter in layer._parameters.items():
+            if name.startswith("w"):
+                parameter.data.fill_(MISSING if name.endswith("_scale") else float("nan"))
+        # vLLM's loader leaves out what some of its all-to-all kernels pad
+        hidden = self.moe.hidden_dim_unpadded
+        layer.w13_weight.data[:, :, hidden:].zero_()
+        layer.w2_weight.data[:, hidden:].zero_()
+        if "w2_weight_scale" in layer._parameters:
+            layer.w2_weight_scale.data[:, hidden:].fill_(1.0)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Check the weights and bring them into the form that runs.
 
         Raises:
-            CheckpointError: a scale is missing, zero, negative or not finite.
+            CheckpointError: a tensor is missing, or a scale is zero, negative or not finite.
         """
+        self.check_loaded(layer)
         for name in ("w13", "w2"):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"
             if self.online:
                 self._quantize(layer, weight, scale)
             self._check(layer, scale)
+            self._check_codes(layer, weight)
             if name == "w13" and not isinstance(layer, GptOssRoutedExperts):
                 self._interleave(layer, weight, scale)
             if self.on_cpu:
@@ -249,6 +266,22 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         local, row = (~good).nonzero()[0].tolist()
         value = scale[local, row].item()
         problem = "is missing from the checkpoint" if value == MISSING else f"holds {value}"
+        raise CheckpointError(
+            f"{self._tensor(layer, name, local, row)} {problem}; expected finite scales above 0"
+        )
+
+    def _check_codes(self, layer: RoutedExperts, name: str) -> None:
+        for local, codes in enumerate(getattr(layer, name).data):
+            bad = ((codes.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
+            if bool(bad.any()):
+                tensor = self._tensor(layer, name, local, int(bad.nonzero()[0]))
+                raise CheckpointError(
+                    f"{tensor} is missing from the checkpoint, or holds NaN; expected FP8 codes of "
+                    f"finite numbers"
+                )
+
+    def _tensor(self, layer: RoutedExperts, name: str, local: int, row: int) -> str:
+        """Name in the checkpoint of the tensor that a row of parameter ``name`` comes from."""
         expert = next(
             e
             for e in range(layer.global_num_experts)
@@ -256,9 +289,7 @@ class OssFp8MoEMethod(FusedMoEMethodBase):
         )
         if not isinstance(layer, GptOssRoutedExperts):
             gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
-            part = gate if row < scale.shape[1] // 2 else up
-            name = f"{part if name.startswith('w13') else layer.ckpt_down_proj_name}.weight_scale"
-        raise CheckpointError(
-            f"'{spellings(self.prefix)[-1]}.{expert}.{name}' {problem}; expected finite scales "
-            f"above 0"
-        )
+            part = gate if row < getattr(layer, name).shape[1] // 2 else up
+            part = part if name.startswith("w13") else layer.ckpt_down_proj_name
+            name = f"{part}.{name.partition('_')[2]}"
+        return f"'{spellings(self.prefix)[-1]}.{expert}.{name}'"

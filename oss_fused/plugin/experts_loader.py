@@ -13,6 +13,7 @@ its columns of w2; the bias of w2 counts once, on rank 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,9 +21,30 @@ import torch
 from oss_fused.errors import CheckpointError
 from oss_fused.plugin.checks import FLOATS, check_dtype
 from oss_fused.plugin.patterns import spellings
+from oss_fused.plugin.reload import CheckedMethod
 from oss_fused.plugin.settings import ExpertsLayout
 
 MXFP4_BLOCK = 32
+
+
+class CheckedExperts(CheckedMethod):
+    """A method whose parameters ``loader`` fills, and which asks it what came."""
+
+    loader: ExpertsLoader | None = None
+
+    def mark_missing(self, layer: Any) -> None:
+        """Forget what was loaded."""
+        if self.loader is not None:
+            self.loader.loaded.clear()
+
+    def check_loaded(self, layer: Any) -> None:
+        """Refuse a load that left out a tensor.
+
+        Raises:
+            CheckpointError: names the tensor.
+        """
+        if self.loader is not None:
+            self.loader.check(self.prefix, [k for k in layer._parameters if k.startswith("w")])
 
 
 class ExpertsLoader:
@@ -39,6 +61,32 @@ class ExpertsLoader:
         self.rank, self.ranks = parallel.tp_rank, parallel.tp_size
         self.local_id = layer._map_global_expert_id_to_local_expert_id
         self.layout = layout
+        self.experts = layer.global_num_experts
+        # kind of tensor -> the experts, in this rank's count, that have theirs
+        self.loaded: dict[str, set[int]] = {}
+
+    def check(self, prefix: str, kinds: Iterable[str]) -> None:
+        """Refuse a load that left out a tensor of an expert of this rank.
+
+        Args:
+            prefix: the layer's name, for errors.
+            kinds: the layer's parameters.
+
+        Raises:
+            CheckpointError: names the tensor.
+        """
+        # weights that came past this loader (--load-format dummy)
+        if not self.loaded:
+            return
+        for kind in kinds:
+            done = self.loaded.get(kind, set())
+            for expert in range(self.experts):
+                local = self.local_id(expert)
+                if local != -1 and local not in done:
+                    raise CheckpointError(
+                        f"'{spellings(prefix)[-1]}.{expert}.{kind}' is missing from the "
+                        f"checkpoint; expected every expert's tensors"
+                    )
 
     def load(
         self,
@@ -83,8 +131,12 @@ class ExpertsLoader:
                 f"{spellings(name)[-1]!r}, expert {expert}: shape {tuple(weight.shape)} does not "
                 f"fit the layer, whose part on this rank is {tuple(target.shape)}"
             )
-        # the layer may be larger than the checkpoint: kernels pad sizes, and padding stays zero
+        if part.shape != target.shape:
+            # kernels pad sizes; a reload's memory holds anything
+            target.zero_()
         target[tuple(slice(0, size) for size in part.shape)].copy_(part)
+        if not target.is_meta:
+            self.loaded.setdefault(kind, set()).add(local)
         return True
 
     def _part(self, weight: torch.Tensor, kind: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from oss_fused import envs
 from oss_fused.kernels.moe_config import mxfp4_variant
 from oss_fused.kernels.reference.moe import uses_fp8_activations
 from oss_fused.plugin.checks import check_mxfp4_scale
-from oss_fused.plugin.experts_loader import MXFP4_BLOCK, ExpertsLoader
+from oss_fused.plugin.experts_loader import MXFP4_BLOCK, CheckedExperts, ExpertsLoader
 from oss_fused.plugin.experts_reference import route_and_run
 from oss_fused.plugin.warmup import max_routed_tokens, warm_routed
 from oss_fused.quant.mxfp4 import unpack_mxfp4
@@ -36,7 +36,7 @@ _ROW_GROUP = 64
 _FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
 
 
-class OssMxfp4MoEMethod(FusedMoEMethodBase):
+class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
     """Routing, both products and the weighted sum of one gpt-oss layer, in our kernels."""
 
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
@@ -67,8 +67,9 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register w13 and w2 as the checkpoint has them; zero, so that padding adds nothing."""
-        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4").load
+        """Register w13 and w2 as the checkpoint has them."""
+        self.loader = ExpertsLoader(layer, "mxfp4")
+        extra["weight_loader"] = self.loader.load
         inner = intermediate_size_per_partition
         for name, n, k in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
             for suffix, shape, dtype in (
@@ -85,8 +86,9 @@ class OssMxfp4MoEMethod(FusedMoEMethodBase):
         """Pack the weights as the kernels read them; on a CPU unpack them.
 
         Raises:
-            CheckpointError: a block scale is NaN.
+            CheckpointError: a tensor is missing, or a block scale is NaN.
         """
+        self.check_loaded(layer)
         check_block_scales(layer, self.prefix)
         for name in ("w13", "w2"):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"

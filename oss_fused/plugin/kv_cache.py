@@ -20,12 +20,13 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from oss_fused.errors import CheckpointError
 from oss_fused.plugin.checks import checked_loader
 from oss_fused.plugin.patterns import spellings
+from oss_fused.plugin.reload import CheckedMethod
 
 # vLLM's sentinel of a scale that the checkpoint did not have
 _NOT_LOADED = -1.0
 
 
-class OssFp8KVCacheMethod(BaseKVCacheMethod):
+class OssFp8KVCacheMethod(CheckedMethod, BaseKVCacheMethod):
     """Scales of one attention layer's KV cache."""
 
     def __init__(self, quant_config: Any, prefix: str) -> None:
@@ -53,15 +54,25 @@ class OssFp8KVCacheMethod(BaseKVCacheMethod):
                 checkpoint says that it has FP8 KV scales.
         """
         if hasattr(layer, "k_scale") and is_quantized_kv_cache(layer.kv_cache_dtype):
-            promised = self.quant_config.kv_cache_scheme is not None
             for name in ("k_scale", "v_scale"):
-                self._check(name, getattr(layer, name).item(), promised)
+                self._check(name, getattr(layer, name).item())
         super().process_weights_after_loading(layer)
 
-    def _check(self, name: str, value: float, promised: bool) -> None:
+    def check_session(self, layer: Any, loaded: set[str]) -> None:
+        """Refuse a load without the scales that the checkpoint promises.
+
+        Raises:
+            CheckpointError: names the scale.
+        """
+        # vLLM would keep the old ones
+        if is_quantized_kv_cache(layer.kv_cache_dtype):
+            for name in sorted({"k_scale", "v_scale"} - loaded):
+                self._check(name, _NOT_LOADED)
+
+    def _check(self, name: str, value: float) -> None:
         tensor = self._tensor(name)
         if value == _NOT_LOADED:
-            if promised:
+            if self.quant_config.kv_cache_scheme is not None:
                 raise CheckpointError(
                     f"{tensor!r} is missing from the checkpoint, whose config.json has a "
                     f"kv_cache_scheme; expected a finite scale above 0"

@@ -37,11 +37,13 @@ import oss_fused.ops  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.plugin.checks import (
     FLOATS,
     MISSING,
-    check_finite,
+    check_bias,
     check_scale,
+    check_unquantised,
     check_weight,
     checked_loader,
 )
+from oss_fused.plugin.reload import CheckedMethod
 from oss_fused.plugin.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
 
@@ -51,7 +53,7 @@ _DUMMY_SCALE = 1.0
 
 
 @register_weight_loader_v2_supported_method
-class OssFp8LinearMethod(LinearMethodBase):
+class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
     """A linear layer, or lm_head, with FP8 weights."""
 
     def __init__(self, scheme: QuantizationScheme, calibrated: bool, prefix: str) -> None:
@@ -87,11 +89,8 @@ class OssFp8LinearMethod(LinearMethodBase):
         layer.logical_widths = output_partition_sizes
         layer.oss_max_tokens = max_tokens()
         self.dtype = params_dtype
-        # NaN codes and MISSING scales survive where the checkpoint lacks a tensor
-        weight = torch.full(
-            (rows, input_size_per_partition),
-            float("nan"),
-            dtype=FP8 if self.calibrated else params_dtype,
+        weight = torch.empty(
+            rows, input_size_per_partition, dtype=FP8 if self.calibrated else params_dtype
         )
         layer.register_parameter(
             "weight",
@@ -102,22 +101,29 @@ class OssFp8LinearMethod(LinearMethodBase):
                 weight_loader=self._loader(loader, "weight", FP8 if self.calibrated else None),
             ),
         )
-        if not self.calibrated:
-            return
-        scale = ChannelQuantScaleParameter(
-            data=torch.full((rows, 1), MISSING, dtype=torch.float32),
-            output_dim=0,
-            weight_loader=self._loader(loader, "weight_scale", torch.float32),
-        )
-        scale.dummy_weight_value = _DUMMY_SCALE
-        layer.register_parameter("weight_scale", scale)
-        if self.scheme.needs_data:
-            missing = torch.full((len(output_partition_sizes),), MISSING, dtype=torch.float32)
-            scale = PerTensorScaleParameter(
-                data=missing, weight_loader=self._loader(loader, "input_scale", torch.float32)
+        if self.calibrated:
+            scale = ChannelQuantScaleParameter(
+                data=torch.empty(rows, 1, dtype=torch.float32),
+                output_dim=0,
+                weight_loader=self._loader(loader, "weight_scale", torch.float32),
             )
             scale.dummy_weight_value = _DUMMY_SCALE
-            layer.register_parameter("input_scale", scale)
+            layer.register_parameter("weight_scale", scale)
+            if self.scheme.needs_data:
+                parts = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+                scale = PerTensorScaleParameter(
+                    data=parts, weight_loader=self._loader(loader, "input_scale", torch.float32)
+                )
+                scale.dummy_weight_value = _DUMMY_SCALE
+                layer.register_parameter("input_scale", scale)
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: Any) -> None:
+        """NaN in the weight, MISSING in the scales: neither comes from a good checkpoint."""
+        layer.weight.data.fill_(float("nan"))
+        for name in ("weight_scale", "input_scale"):
+            if name in layer._parameters:
+                layer._parameters[name].data.fill_(MISSING)
 
     def _loader(self, loader: Any, leaf: str, dtype: torch.dtype | None) -> Any:
         """``loader`` of that parameter, for tensors of ``dtype`` (None: of any floating point)."""
@@ -146,13 +152,14 @@ class OssFp8LinearMethod(LinearMethodBase):
         """Quantise or check the weights, and bring them into the form that the kernels take.
 
         Raises:
-            CheckpointError: a weight or scale is missing, zero, negative or not finite.
+            CheckpointError: a weight, scale or bias is missing, or no number of its kind.
         """
+        check_bias(layer, self.prefix)
         if self.calibrated:
             _check_loaded(layer, self.prefix)
             codes, scale = layer.weight.data, layer.weight_scale.data
         else:
-            check_finite(f"{self.prefix}.weight", layer.weight.data)
+            check_unquantised(layer, self.prefix)
             codes, scale = torch.ops.oss_fused.quantize_fp8(layer.weight.data, None, "channel")
         if not codes.is_cuda:
             codes = codes.float()

@@ -65,8 +65,8 @@ class OssModelState(DefaultModelState):
         """Shorten vLLM's sampler; one of another class stays as it is."""
         if type(sampler) is Sampler:
             sampler.__class__ = OssSampler
-            sampler.one = torch.ones(self.max_num_reqs, dtype=torch.int32, device=self.device)
-            sampler.none = torch.zeros_like(sampler.one)
+            sampler.counts = None
+            sampler.max_num_reqs = self.max_num_reqs
 
     def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
         """Record the head for small batches, where it is ours and on one device."""
@@ -91,13 +91,18 @@ class OssModelState(DefaultModelState):
 class OssSampler(Sampler):
     """vLLM's sampler, with less around it where each request takes a token and nothing else."""
 
-    one: torch.Tensor
-    none: torch.Tensor
+    # of sampled and of rejected tokens: ones and zeros [max_num_reqs]
+    counts: tuple[torch.Tensor, torch.Tensor] | None
+    max_num_reqs: int
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """The tokens of a batch, from its logits [requests, vocabulary]."""
         if not self._only_tokens(input_batch):
             return super().__call__(logits, input_batch)
+        if self.counts is None:
+            # not while the model loads: sleep at level 2 discards what is allocated then
+            one = torch.ones(self.max_num_reqs, dtype=torch.int32, device=logits.device)
+            self.counts = one, torch.zeros_like(one)
         requests = input_batch.num_reqs
         sampled, _ = self.sample(
             logits,
@@ -113,8 +118,8 @@ class OssSampler(Sampler):
             sampled_token_ids=sampled.view(-1, 1),
             logprobs_tensors=None,
             num_nans=None,
-            num_sampled=self.one[:requests],
-            num_rejected=self.none[:requests],
+            num_sampled=self.counts[0][:requests],
+            num_rejected=self.counts[1][:requests],
         )
 
     def _only_tokens(self, batch: InputBatch) -> bool:

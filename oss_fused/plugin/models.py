@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import (
     default_weight_loader,
@@ -37,6 +38,7 @@ from oss_fused.plugin.head_graphs import HeadGraphs
 from oss_fused.plugin.linear import OssFp8LinearMethod
 from oss_fused.plugin.moe import warm_router
 from oss_fused.plugin.patterns import spellings
+from oss_fused.plugin.reload import CompleteModel
 from oss_fused.plugin.rope_attention import fuse_rope
 from oss_fused.plugin.warmup import max_tokens
 
@@ -44,12 +46,47 @@ from oss_fused.plugin.warmup import max_tokens
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
-class _OssModel(nn.Module):
+class _BeforeLayers(QuantizeMethodBase):
+    """Has vLLM look at a whole model when all is loaded, and no layer processed.
+
+    A model's own hook would not do: vLLM calls that of the outermost model alone.
+    """
+
+    requires_device_loading = False
+    supports_pre_processed_weights = True
+
+    def create_weights(self, layer: nn.Module, *args: Any, **extra: Any) -> None:
+        """None of its own."""
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Never called: a model is no layer.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Refuse a checkpoint that lacks a tensor.
+
+        Raises:
+            CheckpointError: names the first missing tensors.
+        """
+        layer.needed = [
+            name for name, _ in layer.named_parameters() if not name.endswith(_OPTIONAL)
+        ]
+        # --load-format dummy and others load no tensors by name
+        if layer.loaded_names:
+            layer.check_complete()
+
+
+class _OssModel(CompleteModel, nn.Module):
     """What the classes below share; first in the bases, before vLLM's class."""
 
     config: Any
     model: Any
-    _loaded = False
+    # parameters that a load must bring
+    needed: list[str]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model as vLLM does; change it if its quantisation is ours."""
@@ -59,7 +96,9 @@ class _OssModel(nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._ours = ours
         self.head_graphs = HeadGraphs()
+        self.loaded_names = set()
         if self._ours:
+            self.quant_method = _BeforeLayers()
             self._adopt(vllm_config)
             vllm_config.quant_config.check_ignore()
 
@@ -105,29 +144,28 @@ class _OssModel(nn.Module):
             monitor.install(self, get_current_vllm_config())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load, and at the first time refuse a checkpoint that lacks a tensor.
+        """Load all weights or a part; a load may take several calls. Returns parameters' names."""
+        if self._ours:
+            weights = self._feed_tied_head(weights)
+        loaded = super().load_weights(weights)  # type: ignore[misc]
+        self.loaded_names |= loaded
+        return loaded
+
+    def check_complete(self) -> None:
+        """Refuse a load whose calls left a tensor out.
 
         Raises:
             CheckpointError: names the first missing tensors.
         """
-        if self._ours:
-            weights = self._feed_tied_head(weights)
-        loaded = super().load_weights(weights)  # type: ignore[misc]
-        if self._ours and not self._loaded:
-            missing = [
-                spellings(name)[-1]
-                for name, _ in self.named_parameters()
-                if name not in loaded and not name.endswith(_OPTIONAL)
-            ]
-            if missing:
-                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-                raise CheckpointError(
-                    f"the checkpoint has no {', '.join(map(repr, missing[:3]))}{more}; expected "
-                    f"every tensor of {type(self).__bases__[-1].__name__}"
-                )
-            # a later call may bring a part of the weights: a reload in pieces
-            self._loaded = True
-        return loaded
+        if not self._ours:
+            return
+        missing = [spellings(name)[-1] for name in self.needed if name not in self.loaded_names]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint has no {', '.join(map(repr, missing[:3]))}{more}; expected "
+                f"every tensor of {type(self).__bases__[-1].__name__}"
+            )
 
 
 class OssLlamaForCausalLM(_OssModel, LlamaForCausalLM):

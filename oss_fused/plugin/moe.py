@@ -32,7 +32,7 @@ from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.kernels.moe_config import router_part
 from oss_fused.plugin.experts import OssFp8MoEMethod
-from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.plugin.experts_loader import CheckedExperts, ExpertsLoader
 from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod, check_block_scales
 from oss_fused.plugin.settings import Settings
 from oss_fused.plugin.unquantized import OssUnquantizedMoEMethod
@@ -42,7 +42,7 @@ from oss_fused.plugin.warmup import warm_batches
 _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
 
 
-class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
+class VllmMxfp4MoEMethod(CheckedExperts, GptOssMxfp4MoEMethod):
     """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader and checked as ours."""
 
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
@@ -63,29 +63,42 @@ class VllmMxfp4MoEMethod(GptOssMxfp4MoEMethod):
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
         """Register the parameters of vLLM's method with our loader."""
-        extra["weight_loader"] = ExpertsLoader(layer, "mxfp4").load
+        self.loader = ExpertsLoader(layer, "mxfp4")
+        extra["weight_loader"] = self.loader.load
         super().create_weights(layer, *args, **extra)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Check the block scales, then bring the weights into vLLM's form.
 
         Raises:
-            CheckpointError: a block scale is NaN.
+            CheckpointError: a tensor is missing, or a block scale is NaN.
         """
+        self.check_loaded(layer)
         check_block_scales(layer, self.prefix)
         super().process_weights_after_loading(layer)
 
 
-class VllmBf16MoEMethod(UnquantizedFusedMoEMethod):
+class VllmBf16MoEMethod(CheckedExperts, UnquantizedFusedMoEMethod):
     """vLLM's bf16 expert kernels, loaded by ExpertsLoader."""
+
+    def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
+        super().__init__(moe)
+        self.prefix = prefix
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **extra: Any) -> None:
         """Register the parameters of vLLM's method with our loader."""
-        extra["weight_loader"] = ExpertsLoader(layer, "bf16").load
+        self.loader = ExpertsLoader(layer, "bf16")
+        extra["weight_loader"] = self.loader.load
         super().create_weights(layer, *args, **extra)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Pack the weights; on a CPU anew after a reload, where vLLM keeps its old packed copy."""
+        """Pack the weights; on a CPU anew after a reload, where vLLM keeps its old packed copy.
+
+        Raises:
+            CheckpointError: a tensor is missing.
+        """
+        self.check_loaded(layer)
         if current_platform.is_cpu():
             self.moe_kernel = None
         super().process_weights_after_loading(layer)
@@ -114,7 +127,7 @@ def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> Fus
             )
         return OssUnquantizedMoEMethod(moe, prefix)
     if layout == "bf16":
-        return VllmBf16MoEMethod(moe)
+        return VllmBf16MoEMethod(moe, prefix)
     return _mxfp4_method(moe, prefix)
 
 

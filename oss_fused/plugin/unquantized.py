@@ -17,21 +17,48 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from oss_fused.plugin.checks import FLOATS, checked_loader
+from oss_fused.plugin.checks import FLOATS, check_bias, check_unquantised, checked_loader
+from oss_fused.plugin.reload import CheckedMethod
 
 
 @register_weight_loader_v2_supported_method
-class OssUnquantizedLinearMethod(UnquantizedLinearMethod):
-    """A linear layer in the model's dtype."""
+class OssUnquantizedLinearMethod(CheckedMethod, UnquantizedLinearMethod):
+    """A linear layer in the model's dtype, for weights that all came."""
 
     def __init__(self, prefix: str) -> None:
         """Make the method of one layer; ``prefix`` is its name, for errors."""
         super().__init__()
         self.prefix = prefix
 
-    def create_weights(self, layer: Any, *sizes: Any, **extra: Any) -> None:
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *sizes: Any,
+        **extra: Any,
+    ) -> None:
         """Register vLLM's parameters with a loader that refuses codes."""
-        super().create_weights(layer, *sizes, **_checked(extra, f"{self.prefix}.weight"))
+        layer.logical_widths = output_partition_sizes
+        super().create_weights(
+            *(layer, input_size_per_partition, output_partition_sizes, *sizes),
+            **_checked(extra, f"{self.prefix}.weight"),
+        )
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: Any) -> None:
+        """NaN in the weight."""
+        layer.weight.data.fill_(float("nan"))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check the weights; vLLM packs them on a CPU.
+
+        Raises:
+            CheckpointError: a weight or bias is missing, or not finite.
+        """
+        check_bias(layer, self.prefix)
+        check_unquantised(layer, self.prefix)
+        super().process_weights_after_loading(layer)
 
 
 class OssUnquantizedEmbeddingMethod(UnquantizedEmbeddingMethod):

@@ -21,6 +21,7 @@ def loader(layout, rank=0, ranks=1, first=0, count=EXPERTS):
     return ExpertsLoader(
         SimpleNamespace(
             moe_config=SimpleNamespace(moe_parallel_config=parallel),
+            global_num_experts=EXPERTS,
             _map_global_expert_id_to_local_expert_id=lambda e: (
                 e - first if first <= e < first + count else -1
             ),

@@ -126,7 +126,7 @@ def test_guided_json(served):
 def test_sleep(tmp_path, engine):
     folder = build(tmp_path, "gpt_oss", head_dim=64)
     served = engine(folder, quantization="oss_fp8", enable_sleep_mode=True, **SHARED_GPU)
-    before = served.generate()
+    before, tokens = served.generate(), tokens_alone(served)
     # one after the other: vLLM's allocator allows one engine that sleeps a process
     for level in (1, 2):
         served.llm.sleep(level=level)
@@ -134,4 +134,16 @@ def test_sleep(tmp_path, engine):
         if level == 2:
             served.llm.collective_rpc("reload_weights")
         served.llm.wake_up(tags=["kv_cache"])
+        # before generate(): a request without logprobs is the sampler's short path
+        assert tokens_alone(served) == tokens, level
         assert served.generate() == before, level
+
+
+def tokens_alone(served):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": TEXT[:count]} for count in (5, 9, 14)]
+    outputs = served.llm.generate(prompts, params, use_tqdm=False)
+    assert all(len(out.outputs[0].token_ids) == 12 for out in outputs)
+    return [list(out.outputs[0].token_ids) for out in outputs]

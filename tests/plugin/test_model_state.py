@@ -66,8 +66,7 @@ def _sampler(monkeypatch, logprobs=None):
     sampler = OssSampler.__new__(OssSampler)
     sampler.compute_nans = sampler.return_sampling_mask = False
     sampler.trace_replay_state = None
-    sampler.one = torch.ones(4, dtype=torch.int32)
-    sampler.none = torch.zeros(4, dtype=torch.int32)
+    sampler.max_num_reqs, sampler.counts = 4, None
     seen = {}
 
     def sample(logits, *arguments):
@@ -96,6 +95,22 @@ def test_a_decode_batch_takes_a_token_each(monkeypatch):
     assert output.sampled_token_ids.tolist() == [[1], [0]]
     assert output.num_sampled.tolist() == [1, 1] and output.num_rejected.tolist() == [0, 0]
     assert seen["positions"].tolist() == [7, 9] and seen["ids"].tolist() == [3, 4]
+
+
+def test_nothing_of_the_sampler_is_allocated_while_the_model_loads(monkeypatch):
+    # sleep at level 2 discards what is allocated then
+    state = OssModelState.__new__(OssModelState)
+    state.max_num_reqs, state.device = 4, torch.device("cpu")
+    sampler = Sampler.__new__(Sampler)
+    state.custom_sampler(sampler)
+    assert type(sampler) is OssSampler
+    assert not any(isinstance(v, torch.Tensor) for v in vars(sampler).values())
+    sampler.compute_nans = sampler.return_sampling_mask = False
+    sampler.trace_replay_state = None
+    monkeypatch.setattr(sampler, "sample", lambda logits, *_: (logits.argmax(-1), logits))
+    monkeypatch.setattr(sampler, "get_logprobs_dims", lambda _: None)
+    output = sampler(torch.zeros(2, 2), _batch())
+    assert output.num_sampled.tolist() == [1, 1] and output.num_rejected.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
