@@ -221,8 +221,9 @@ def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
     original(model)
     if any(True for _ in _ours(model)):
         _mark_biases(model)
+        load: Any = model.load_weights
         model.load_weights = functools.partial(  # type: ignore[assignment]
-            _load_weights, model, model.load_weights, get_current_vllm_config()
+            _load_weights, model, load, get_current_vllm_config()
         )
 
 
@@ -236,13 +237,15 @@ def _mark_biases(model: nn.Module) -> None:
 
 def _load_weights(
     model: nn.Module,
-    load: Callable[[Weights], set[str]],
+    original: Callable[..., set[str]],
     vllm_config: VllmConfig,
     weights: Weights,
     *args: Any,
     **kwargs: Any,
 ) -> set[str]:
-    load = functools.partial(load, *args, **kwargs)
+    def load(weights: Weights) -> set[str]:
+        return original(weights, *args, **kwargs)
+
     session = _session_of(model)
     if session is not None:
         # a part of a larger model is loaded by that
@@ -325,8 +328,8 @@ def install() -> None:
     begin = _wrap(_initialize, _originals["initialize"])
     end = _wrap(_finalize, _originals["finalize"])
     for module in (layerwise, model_loader.reload, inplace):
-        module.initialize_layerwise_reload = begin  # type: ignore[attr-defined]
-        module.finalize_layerwise_reload = end  # type: ignore[attr-defined]
+        module.initialize_layerwise_reload = begin
+        module.finalize_layerwise_reload = end
     layerwise.materialize_layer = _wrap(_materialize, layerwise.materialize_layer)
     model_loader.utils.record_metadata_for_reloading = _wrap(_record, record_metadata_for_reloading)
     reset: Any = _wrap(_reset_target, WeightTransferEngine.reset_weight_update_target)

@@ -104,7 +104,7 @@ def test_nothing_of_the_sampler_is_allocated_while_the_model_loads(monkeypatch):
     sampler = Sampler.__new__(Sampler)
     state.custom_sampler(sampler)
     assert type(sampler) is OssSampler
-    assert not any(isinstance(v, torch.Tensor) for v in vars(sampler).values())
+    assert vars(sampler) == {"counts": None, "max_num_reqs": 4}
     sampler.compute_nans = sampler.return_sampling_mask = False
     sampler.trace_replay_state = None
     monkeypatch.setattr(sampler, "sample", lambda logits, *_: (logits.argmax(-1), logits))

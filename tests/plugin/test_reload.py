@@ -270,22 +270,6 @@ def test_a_transfer_that_breaks_off(qwen2):
     qwen2.says(0)
 
 
-def test_another_rank_refuses(qwen2, monkeypatch):
-    from oss_fused.plugin import reload
-
-    group = type("Group", (), {"world_size": 2, "cpu_group": None})
-    monkeypatch.setattr(reload.parallel_state, "get_tp_group", group)
-    votes = []
-
-    def all_reduce(flag, op, group):
-        votes.append(flag.item())
-        flag.fill_(1)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    refused(qwen2, "reload", qwen2.tensors[1], "another rank refused")
-    assert votes == [0]
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_calibrated_takes_new_weights(way, calibrated):
     takes(calibrated, way)

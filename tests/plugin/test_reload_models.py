@@ -177,3 +177,28 @@ def test_kernels_that_keep_weights_elsewhere_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"'language.first': .* keep 'weight'"):
         model.load_weights(weights(2.0).items())
     assert holds(model, 1.0)
+
+
+def test_another_rank_refuses(monkeypatch):
+    group = SimpleNamespace(world_size=2, cpu_group="cpu")
+    alone = SimpleNamespace(world_size=1, cpu_group=None)
+    monkeypatch.setattr(reload.parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(reload.parallel_state, "get_tp_group", lambda: group)
+    monkeypatch.setattr(reload.parallel_state, "get_pp_group", lambda: alone)
+    votes, theirs = [], 0
+
+    def all_reduce(flag, op, group):
+        assert op == torch.distributed.ReduceOp.MAX and group == "cpu"
+        votes.append(flag.item())
+        flag.fill_(max(theirs, flag.item()))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    model = start(weights(1.0))
+    model.load_weights(weights(2.0).items())
+    theirs = 1
+    with pytest.raises(CheckpointError, match="another rank refused"):
+        model.load_weights(weights(3.0).items())
+    with pytest.raises(CheckpointError, match="has no"):
+        model.load_weights(list(weights(3.0).items())[:1])
+    # each rank says what became of its own weights, once a load
+    assert holds(model, 2.0) and votes == [0, 0, 1]
