@@ -8,7 +8,7 @@ every layout of experts, and a tensor that the checkpoint lacks is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class _OssModel(CompleteModel, nn.Module):
     config: Any
     model: Any
     # parameters that a load must bring
-    needed: list[str]
+    needed: Sequence[str] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model as vLLM does; change it if its quantisation is ours."""
