@@ -299,7 +299,7 @@ def test_calibrated_refuses_another_dtype(dtype, calibrated):
     name = "model.layers.1.mlp.down_proj.weight"
     cast = calibrated.tensors[1][name].float().to(dtype)
     tensors = calibrated.tensors[1] | {name: cast}
-    refused(calibrated, "reload", tensors, f"'{name}': dtype {dtype}")
+    refused(calibrated, "reload", tensors, f"'{name}' is {dtype}")
 
 
 @pytest.mark.parametrize("way", WAYS)
