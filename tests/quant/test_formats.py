@@ -128,3 +128,12 @@ def test_mxfp4_refuses_what_it_cannot_hold() -> None:
         torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([255], dtype=torch.uint8)
     )
     assert nan.isnan().all()
+
+
+@pytest.mark.parametrize("at", [0, 1, 30, 31])
+def test_every_element_of_a_row_counts_for_its_scale(at: int) -> None:
+    x = torch.full((3, 32), 0.5)
+    x[1, at] = -896.0
+    codes, scale = quantize(x, "channel")
+    assert scale[1] == 2.0 and codes[1, at].float() == -448.0
+    assert scale[0] == scale[2] == torch.tensor(0.5) / 448

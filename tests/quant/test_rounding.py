@@ -119,3 +119,9 @@ def test_bad_input_is_named() -> None:
     moments.see(torch.full((1, 4), float("inf")))
     with pytest.raises(NumericalOverflowError, match="q_proj: NaN or Inf"):
         moments.mean("q_proj")
+
+
+def test_what_feedback_pushes_out_of_range_saturates() -> None:
+    rest = torch.tensor([[1000.0, -1000.0], [3.0, 460.0]])
+    codes = rounding._feedback(rest, torch.ones(2, 1), torch.eye(2), E4M3)
+    assert codes.float().tolist() == [[448.0, -448.0], [3.0, 448.0]]
