@@ -161,7 +161,7 @@ def test_a_scale_that_is_a_view_is_read_by_its_strides(device):
             dense = get_kernel("triton", operation)(x, scale.contiguous(), *rest)
             assert_same(ours, expected)
             assert_same(ours, dense)
-    codes, dense = x.nan_to_num(1.0, 2.0, -2.0).to(FP8), wide[:, :1].contiguous()
+    codes, dense = x.nan_to_num(1.0).clamp(-4, 4).to(FP8), wide[:, :1].contiguous()
     strided = fp8_gemm(codes, codes.t(), a_scale=wide[:, :1], b_scale=wide[:, :1])
     assert torch.equal(strided, fp8_gemm(codes, codes.t(), a_scale=dense, b_scale=dense))
 
