@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ def save(folder: Path, kind: str, family: str) -> Path:
     config = make_config(family, num_labels=3)
     model = getattr(transformers, f"AutoModel{kind.removeprefix('Model')}").from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
+    # vLLM looks for one before it scores anything
+    for path in (Path(__file__).parents[1] / "data/tiny_gpt_oss").glob("tokenizer*"):
+        shutil.copy(path, folder)
     return folder
 
 
@@ -174,7 +178,7 @@ def test_a_classifier_from_a_folder_answers_as_in_transformers(tmp_path, engine)
     from transformers import AutoModelForSequenceClassification
 
     folder = save(tmp_path, "ForSequenceClassification", "llama")
-    llm = engine(folder, quantization="oss_fp8", runner="pooling").llm
+    llm = engine(folder, quantization="oss_fp8", runner="pooling", skip_tokenizer_init=False).llm
     ours = llm.classify([{"prompt_token_ids": PROMPT}], use_tqdm=False)[0].outputs.probs
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -187,7 +191,7 @@ def test_an_embedding_model_from_a_folder_agrees_with_transformers(tmp_path, eng
     from transformers import AutoModel
 
     folder = save(tmp_path, "Model", "qwen3")
-    llm = engine(folder, quantization="oss_fp8", runner="pooling").llm
+    llm = engine(folder, quantization="oss_fp8", runner="pooling", skip_tokenizer_init=False).llm
     ours = torch.tensor(
         llm.embed([{"prompt_token_ids": PROMPT}], use_tqdm=False)[0].outputs.embedding
     )
