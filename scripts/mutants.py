@@ -216,9 +216,9 @@ def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int
                 copies.put(copy)
 
         with ThreadPoolExecutor(jobs) as pool:
-            for i, (mutant, *outcome) in enumerate(pool.map(in_copy, todo), 1):
-                results.add(mutant, *outcome)
-                line = f"[{i}/{len(todo)}] {outcome[0]:8} {outcome[1]:6.1f} s  {mutant.name}"
+            for i, (mutant, outcome, seconds, tail) in enumerate(pool.map(in_copy, todo), 1):
+                results.add(mutant, outcome, seconds, tail)
+                line = f"[{i}/{len(todo)}] {outcome:8} {seconds:6.1f} s  {mutant.name}"
                 print(line, file=sys.stderr, flush=True)
 
 
