@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Analytic backward of the library's functions, used only where an input requires grad.
 
-What is fused forward is fused backward (ops/backward.py): in Triton on a GPU, in the reference
+What is fused forward is fused backward (kernels/mlp): in Triton on a GPU, in the reference
 elsewhere. Plain products are cuBLAS's, in the inputs' dtype with float32 accumulation. FP8
 quantisation counts as the identity (straight-through): ``fp8_gemm`` differentiates the product of
 its unquantised operands.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import oss_fused.ops  # noqa: F401  (registers the operators)
+import oss_fused.kernels  # noqa: F401  (registers the operators)
 
 _ops = torch.ops.oss_fused
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import torch
 
-import oss_fused.ops  # noqa: F401  (registers the operators)
+import oss_fused.kernels  # noqa: F401  (registers the operators)
 from oss_fused import autograd
 from oss_fused.errors import NumericalOverflowError, SchemeError
-from oss_fused.kernels.scale_values import check_scale_values, trust_scale, values_visible
-from oss_fused.kernels.validation import (
+from oss_fused.kernels.checks import (
     FLOAT_DTYPES,
     FP8,
     ON_OVERFLOW,
+    STRATEGIES,
     check_choice,
     check_dtype,
     check_eps,
-    check_gated_mlp,
     check_product,
-    check_rmsnorm_rope,
     check_same_device,
     check_scale,
-    check_strategy,
 )
+from oss_fused.kernels.op import check_arguments
+from oss_fused.kernels.scale_values import check_scale_values, trust_scale, values_visible
 
 _ops = torch.ops.oss_fused
 
@@ -63,7 +62,7 @@ def quantize_fp8(
     """
     check_dtype("t", t, FLOAT_DTYPES)
     check_choice("on_overflow", on_overflow, ON_OVERFLOW)
-    check_strategy(strategy)
+    check_choice("strategy", strategy, STRATEGIES)
     if on_overflow == "raise" and not values_visible(t):
         raise SchemeError(
             "on_overflow='raise': the values of t cannot be seen while a function is compiled or "
@@ -109,7 +108,7 @@ def dequantize_fp8(
         ShapeMismatchError: ``scale`` has neither one element nor one per row of ``q``.
         NumericalOverflowError: a value of ``scale``, as in quantize_fp8.
     """
-    check_dtype("scale", scale, (torch.float32,))
+    check_arguments("dequantize_fp8", q, scale, out_dtype)
     check_scale_values("scale", scale)
     return _ops.dequantize_fp8(q, scale, out_dtype)
 
@@ -203,7 +202,7 @@ def fused_rmsnorm_rope(
         SchemeError: ``eps`` is negative or not finite.
     """
     check_eps(eps)
-    check_rmsnorm_rope(x, weight, cos, sin)
+    check_arguments("rmsnorm_rope", x, weight, cos, sin)
     if autograd.needs_grad(x, weight):
         return autograd.RMSNormRoPE.apply(x, weight, cos, sin, eps)
     return _ops.rmsnorm_rope(x, weight, cos, sin, eps)
@@ -247,7 +246,7 @@ def fused_gated_mlp(
     stand for.
     """
     options = (activation, activation_on)
-    check_gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+    check_arguments("gated_mlp", x, gate_weight, up_weight, gate_scale, up_scale, *options)
     check_scale_values("gate_scale", gate_scale)
     check_scale_values("up_scale", up_scale)
     if not autograd.needs_grad(x, gate_weight, up_weight):

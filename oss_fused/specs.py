@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDeviceError, UnsupportedDtypeError
-from oss_fused.kernels.scale_values import check_scale_values
-from oss_fused.kernels.validation import (
+from oss_fused.kernels.checks import (
     ACTIVATIONS,
     FP8,
     check_choice,
-    check_gated_mlp,
     check_out_dtype,
     check_product,
-    check_rmsnorm_rope,
     check_sizes,
 )
+from oss_fused.kernels.op import check_arguments
+from oss_fused.kernels.scale_values import check_scale_values
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -256,7 +255,7 @@ def validate_rmsnorm_rope_inputs(
     Raises:
         OssFusedError: what ``fused_rmsnorm_rope`` raises for these arguments.
     """
-    check_rmsnorm_rope(x, weight, cos, sin)
+    check_arguments("rmsnorm_rope", x, weight, cos, sin)
     batch_size, seq_len, hidden_dim = x.shape
     return RMSNormRoPEInput(batch_size, seq_len, hidden_dim, cos.shape[1], x.dtype)
 
@@ -277,7 +276,7 @@ def validate_gated_mlp_inputs(
         OssFusedError: what ``fused_gated_mlp`` raises for these arguments.
     """
     options = (activation, activation_on)
-    check_gated_mlp(x, gate_weight, up_weight, gate_scale, up_scale, *options)
+    check_arguments("gated_mlp", x, gate_weight, up_weight, gate_scale, up_scale, *options)
     check_scale_values("gate_scale", gate_scale)
     check_scale_values("up_scale", up_scale)
     rows, intermediate_dim = x.shape[:-1], gate_weight.shape[0]

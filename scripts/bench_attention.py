@@ -4,7 +4,7 @@ r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microse
 
 Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
 over caches beyond L2. --sweep also times every launch worth trying, to find the rule in
-kernels/triton/attention_decode.py.
+kernels/attention/triton.py.
 
     python scripts/bench_attention.py --output docs/results/h200/attention.json
 """
@@ -40,10 +40,11 @@ def main() -> int:
         print("bench_attention: needs an NVIDIA GPU", file=sys.stderr)
         return 1
 
-    from oss_fused.bench.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
-    from oss_fused.bench.environment import fingerprint
-    from oss_fused.bench.folder import write_json
+    from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
+    from harness.folder import write_json
+
     from oss_fused.bench.kernel_timing import copy_bandwidth
+    from oss_fused.environment import fingerprint
 
     bandwidth = copy_bandwidth()
     largest = max(shape.position_bytes for shape in SHAPES)
@@ -63,9 +64,10 @@ def main() -> int:
 
 def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
     """Times of one case in microseconds, and the difference of the results."""
+    from harness.attention_cases import candidates, time_case
+
     from oss_fused.bench.accuracy import measure_error
-    from oss_fused.bench.attention_cases import candidates, time_case
-    from oss_fused.kernels.triton import attention_decode
+    from oss_fused.kernels.attention import triton as attention_decode
 
     row: dict[str, Any] = {
         "shape": case.shape.name,

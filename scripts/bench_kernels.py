@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    from oss_fused.bench import kernel_report, kernel_stock, kernels
-    from oss_fused.bench.environment import has_gpu
+    from harness import kernel_report, kernel_stock, kernels
+
+    from oss_fused.environment import has_gpu
     from oss_fused.errors import OssFusedError
 
     if arguments.from_json:

@@ -24,11 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-
-from oss_fused.bench.suite import BenchmarkSuite
-from oss_fused.errors import OssFusedError
-from oss_fused.tuning.cache import TuningCache
-from oss_fused.tuning.figures import (
+from harness.tuning_figures import (
     chapter_table,
     door_overhead,
     matmul_steps,
@@ -37,6 +33,10 @@ from oss_fused.tuning.figures import (
     write_chapter,
     write_figures,
 )
+
+from oss_fused.bench.suite import BenchmarkSuite
+from oss_fused.errors import OssFusedError
+from oss_fused.tuning.cache import TuningCache
 
 # target -> figure under library.tuning, sizes; matmul is the tutorial's
 TUNED: dict[str, tuple[str, tuple[int, ...]]] = {

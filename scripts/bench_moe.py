@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
-    from oss_fused.bench.moe_cases import Baseline, ExpertWeights
+    from harness.moe_cases import Baseline, ExpertWeights
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    from oss_fused.bench.moe_cases import BATCHES
+    from harness.moe_cases import BATCHES
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,10 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    from oss_fused.bench import moe_cases
-    from oss_fused.bench.environment import has_gpu
-    from oss_fused.bench.folder import write_json
-    from oss_fused.bench.summary import merge_summary
+    from harness import moe_cases
+    from harness.folder import write_json
+    from harness.summary import merge_summary
+
+    from oss_fused.environment import has_gpu
 
     for name in ("experts", "layers", "compile_jobs"):
         if getattr(arguments, name) < 1:

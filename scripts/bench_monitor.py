@@ -41,9 +41,10 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["OSS_FUSED_MONITOR"] = str(NEVER)
     engine = start(args.model, max(args.batches))
-    from oss_fused.bench.environment import fingerprint
-    from oss_fused.bench.folder import write_json
-    from oss_fused.plugin.monitor import current
+    from harness.folder import write_json
+    from oss_fused.plugin.monitor.watch.watch import current
+
+    from oss_fused.environment import fingerprint
 
     monitor = current()
     if monitor is None:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.folder import writable, write_json
+from harness.models import get_shape, make_model
+from harness.report import table
 
-from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.folder import writable, write_json
-from oss_fused.bench.models import get_shape, make_model
-from oss_fused.bench.report import table
+from oss_fused.environment import fingerprint
 
 ARMS = ("vllm", "oss_fused")
 BLOCK, WINDOW = 16, 128

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.calibration_report import FOLDER, append_trend, figures_of, write_report
 from tqdm import tqdm
 
-from oss_fused.bench.calibration_report import FOLDER, append_trend, figures_of, write_report
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions, Summary
 from oss_fused.quant.pipeline import calibrate

@@ -19,7 +19,7 @@ import json
 import sys
 from pathlib import Path
 
-from oss_fused.bench.calibration_report import (
+from harness.calibration_report import (
     FOLDER,
     append_trend,
     failures,
@@ -27,6 +27,7 @@ from oss_fused.bench.calibration_report import (
     load_thresholds,
     write_report,
 )
+
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.record import load_record
 

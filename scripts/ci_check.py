@@ -19,13 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from oss_fused.bench.regression import (
-    Thresholds,
-    append_history,
-    compare_results,
-    load_results,
-)
-from oss_fused.bench.regression_report import markdown_table, text_table, trend_plot
+from harness.regression import Thresholds, append_history, compare_results, load_results
+from harness.regression_report import markdown_table, text_table, trend_plot
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -31,10 +31,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oss_fused.bench import compare, report, summary
-from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import writable, write_json
-from oss_fused.bench.processes import Terminated, signals_as_exceptions
+from harness import compare, report, summary
+from harness.folder import writable, write_json
+from harness.processes import Terminated, signals_as_exceptions
+
+from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.errors import OssFusedError, ServerError
 
 _SIGNALS = (KeyboardInterrupt.__name__, Terminated.__name__)

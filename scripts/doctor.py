@@ -19,10 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.folder import write_json
-from oss_fused.bench.preflight import FAIL
+from harness.folder import write_json
+
+from oss_fused.environment import fingerprint
 from oss_fused.plugin.doctor import Options, diagnose, table
+from oss_fused.plugin.preflight import FAIL
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -20,12 +20,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oss_fused.bench import evaluate, report, summary
-from oss_fused.bench.compare import Arm, check_model, parse_arm
-from oss_fused.bench.environment import fingerprint, has_gpu, portable
-from oss_fused.bench.folder import writable, write_json
-from oss_fused.bench.needle import make_needles
-from oss_fused.bench.processes import Terminated
+from harness import evaluate, report, summary
+from harness.compare import Arm, check_model, parse_arm
+from harness.folder import writable, write_json
+from harness.needle import make_needles
+from harness.processes import Terminated
+
+from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import OssFusedError
 
 

@@ -30,13 +30,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from harness import processes, summary
+from harness.compare import CPU_ENVIRONMENT, check_model, parse_arm
+from harness.decode_limits import load_config
+from harness.folder import writable, write_json
+from harness.report import table
 
-from oss_fused.bench import processes, summary
-from oss_fused.bench.compare import CPU_ENVIRONMENT, check_model, parse_arm
-from oss_fused.bench.decode_limits import load_config
-from oss_fused.bench.environment import fingerprint, has_gpu, portable
-from oss_fused.bench.folder import writable, write_json
-from oss_fused.bench.report import table
+from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import ServerError
 
 DTYPES = ("bfloat16", "float32")

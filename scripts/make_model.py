@@ -26,7 +26,7 @@ from oss_fused.errors import CheckpointError, OssFusedError
 
 def main() -> int:
     """Parse the command line, make the checkpoint, say where it is."""
-    from oss_fused.bench import models
+    from harness import models
 
     args = parse_args(models.ARCHITECTURES, models.SIZES)
     import torch

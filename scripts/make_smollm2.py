@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path(DEFAULT), help=f"default: {DEFAULT}")
     parser.add_argument("--gguf", type=Path, help="a GGUF file instead of the package's own")
     args = parser.parse_args()
-    from oss_fused.bench.smollm2 import make_smollm2
+    from harness.smollm2 import make_smollm2
 
     try:
         made = make_smollm2(args.output, args.gguf)

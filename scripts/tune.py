@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from oss_fused.bench.environment import fingerprint
+from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache

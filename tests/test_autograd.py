@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from oss_fused.kernels.backward import reference as backward
 
 from oss_fused import autograd
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
-from oss_fused.kernels.reference import backward
 from oss_fused.specs import GatedMLPInput, RMSNormRoPEInput
 
 EPS = 1e-6

@@ -18,7 +18,7 @@ from oss_fused.functional import (
     fused_rmsnorm_rope,
     quantize_fp8,
 )
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache
 from oss_fused.tuning.lookup import get_cached_config

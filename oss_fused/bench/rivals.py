@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from oss_fused.bench.runner import Implementation, KernelRunner
 from oss_fused.errors import BackendUnavailableError
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
-from oss_fused.kernels.registry import get_kernel, operations
+from oss_fused.kernels.op import get_kernel, operations
 
 _EPS = 1e-6
 

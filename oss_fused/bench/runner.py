@@ -12,7 +12,7 @@ import torch
 
 from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
 from oss_fused.errors import BackendUnavailableError, OssFusedError, SchemeError, TritonKernelError
-from oss_fused.kernels.registry import available_backends, get_kernel, operations
+from oss_fused.kernels.op import available_backends, get_kernel, operations
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 Problem = RMSNormRoPEInput | GatedMLPInput | FP8GEMMInput

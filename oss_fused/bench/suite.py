@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
-from oss_fused.bench.environment import fingerprint
 from oss_fused.bench.kernel_timing import copies_for
 from oss_fused.bench.measure import time_calls, time_replays, warm_up
 from oss_fused.bench.rivals import implementations
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.environment import fingerprint
 from oss_fused.errors import (
     BackendUnavailableError,
     SchemeError,
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from oss_fused.kernels.validation import FLOAT_DTYPES, check_device
+from oss_fused.kernels.checks import FLOAT_DTYPES, check_device
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 FORMAT = 1

@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Kernels: functions from tensors to tensors, one package per backend, found by the registry."""
+"""Operations: one folder a subject. Importing this package declares them all."""
+
+from oss_fused.kernels import attention, gemm, mlp, moe, norm, qkv, quantize, rope
+
+__all__ = ["attention", "gemm", "mlp", "moe", "norm", "qkv", "quantize", "rope"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """torch.nn modules on the library's functions, and patching of transformers models."""
 
-from oss_fused.layers.modules import FP8Linear, FusedGatedMLP, FusedRMSNorm, FusedRMSNormRoPE
-from oss_fused.layers.patch import PatchPolicy, PatchReport, patch_model
+from oss_fused.layers.hf.modules import FP8Linear, FusedGatedMLP, FusedRMSNorm, FusedRMSNormRoPE
+from oss_fused.layers.hf.patch import PatchPolicy, PatchReport, patch_model
 
 __all__ = [
     "FP8Linear",

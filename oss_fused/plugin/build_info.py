@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import processes
 
 from oss_fused import __version__, envs
-from oss_fused.bench import processes
-from oss_fused.bench.environment import version
+from oss_fused.environment import version
 
 # settings that choose code paths; the others are numbers and folders
 _LABELS = {

@@ -11,11 +11,11 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin.checks import PACKED
-from oss_fused.plugin.patterns import find_target, matches
-from oss_fused.plugin.settings import MXFP4_METHODS, QUANT_METHOD, Settings, from_checkpoint
+from oss_fused.layers.vllm.checks import PACKED
 from oss_fused.quant.checkpoint.audit import audit, check_config, quant_method
 from oss_fused.quant.checkpoint.reader import INDEX, SINGLE, CheckpointReader
+from oss_fused.quant.patterns import find_target, matches
+from oss_fused.quant.settings import MXFP4_METHODS, QUANT_METHOD, Settings, from_checkpoint
 
 _WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
 # linear of a checkpoint -> vLLM's layer, which patterns may name as well

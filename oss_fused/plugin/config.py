@@ -22,23 +22,24 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from oss_fused.errors import SchemeError
-from oss_fused.plugin import fingerprint, settings
-from oss_fused.plugin.checkpoint import check_before_load
-from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
-from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
-from oss_fused.plugin.kv_cache import OssFp8KVCacheMethod
-from oss_fused.plugin.linear import OssFp8LinearMethod
-from oss_fused.plugin.moe import experts_method
-from oss_fused.plugin.monitor_policy import exact_layers
-from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards
-from oss_fused.plugin.reload import install
-from oss_fused.plugin.settings import QUANT_METHOD, Settings
-from oss_fused.plugin.unquantized import (
+from oss_fused.layers.vllm.experts.choice import experts_method
+from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.kv_cache import OssFp8KVCacheMethod
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.reload import install
+from oss_fused.layers.vllm.unquantized import (
     OssUnquantizedEmbeddingMethod,
     OssUnquantizedLinearMethod,
 )
+from oss_fused.plugin import fingerprint
+from oss_fused.plugin.checkpoint import check_before_load
+from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
+from oss_fused.plugin.monitor.watch.policy import exact_layers
+from oss_fused.quant import settings
 from oss_fused.quant.checkpoint.audit import check_remote_code
+from oss_fused.quant.patterns import find_target, is_ignored, matches, shards
 from oss_fused.quant.scheme import QuantizationScheme
+from oss_fused.quant.settings import QUANT_METHOD, Settings
 
 # quant_method of checkpoints that --quantization oss_fp8 may take over
 _TAKES = (None, "", QUANT_METHOD, *settings.MXFP4_METHODS)

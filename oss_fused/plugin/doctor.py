@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-from oss_fused.bench import preflight
-from oss_fused.bench.preflight import FAIL, OK, SKIP, WARN, Check, guarded
+from oss_fused.plugin import preflight
 from oss_fused.plugin.checkpoint import check_checkpoint
 from oss_fused.plugin.compat import check_vllm
+from oss_fused.plugin.preflight import FAIL, OK, SKIP, WARN, Check, guarded
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
 _SMOKE = """
@@ -137,7 +137,7 @@ def served_bytes(reader: CheckpointReader, quantised: bool) -> int:
         size = reader.dtype(name).itemsize
         is_linear = name.endswith("_proj.weight")
         if not gpu and (reader.is_fp8(name) or (quantised and is_linear)):
-            size = 4  # unpacked to float32, see plugin/linear.py
+            size = 4  # unpacked to float32, see layers/vllm/linear.py
         elif quantised and is_linear:
             size = 1
         total += torch.Size(reader.shape(name)).numel() * size

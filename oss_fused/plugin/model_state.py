@@ -28,8 +28,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from oss_fused.plugin.attention import OssAttentionImpl
-from oss_fused.plugin.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.attention import OssAttentionImpl
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 
 logger = init_logger(__name__)
 

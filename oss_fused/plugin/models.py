@@ -30,17 +30,17 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from oss_fused import envs
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin import monitor
-from oss_fused.plugin.attention import adopt_attention
+from oss_fused.layers.vllm.attention import adopt_attention
+from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
+from oss_fused.layers.vllm.experts.choice import warm_router
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.lm_head import HeadGraphs
+from oss_fused.layers.vllm.reload import CompleteModel
+from oss_fused.layers.vllm.rope_attention import fuse_rope
+from oss_fused.layers.vllm.warmup import max_tokens
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.decoder import OssTransformerBlock, fuse_decoder_layers
-from oss_fused.plugin.head_graphs import HeadGraphs
-from oss_fused.plugin.linear import OssFp8LinearMethod
-from oss_fused.plugin.moe import warm_router
-from oss_fused.plugin.patterns import spellings
-from oss_fused.plugin.reload import CompleteModel
-from oss_fused.plugin.rope_attention import fuse_rope
-from oss_fused.plugin.warmup import max_tokens
+from oss_fused.plugin.monitor.watch import watch as monitor
+from oss_fused.quant.patterns import spellings
 
 # checked where they are used: a checkpoint may do without
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")

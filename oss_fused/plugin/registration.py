@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, OssFusedError
 from oss_fused.plugin.compat import check_vllm
-from oss_fused.plugin.settings import QUANT_METHOD
+from oss_fused.quant.settings import QUANT_METHOD
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,7 +75,7 @@ def _register() -> None:
 
 def _register_metrics() -> None:
     from oss_fused.plugin.build_info import ServerCollector, register_collectors
-    from oss_fused.plugin.monitor_metrics import Collector, interval, share_folder
+    from oss_fused.plugin.monitor.watch.metrics import Collector, interval, share_folder
 
     if interval():
         share_folder()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.reference import quantize as reference
+from oss_fused.kernels.quantize import reference
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oss_fused.errors import SchemeError, ShapeMismatchError
-from oss_fused.kernels.validation import check_device
+from oss_fused.kernels.checks import check_device
 from oss_fused.tuning.cache import CacheKey, TuningCache
 from oss_fused.tuning.device import DeviceDescription
 from oss_fused.tuning.identity import kernel_identity

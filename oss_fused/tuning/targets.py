@@ -15,7 +15,7 @@ import torch
 
 from oss_fused.bench.accuracy import Tolerance
 from oss_fused.errors import SchemeError, TritonKernelError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.space import (
     FP8_GEMM_CONFIGS,
@@ -95,7 +95,7 @@ def _tuned_fp8_gemm(
     b_scale: torch.Tensor,
     **config: int,
 ) -> torch.Tensor:
-    from oss_fused.kernels.triton.gemm_large import gemm_large
+    from oss_fused.kernels.gemm.large import gemm_large
 
     out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
     names = {name: name.lower() for name in config}
@@ -108,7 +108,7 @@ def _tuned_fp8_gemm(
 def _tuned_rmsnorm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **config: int
 ) -> torch.Tensor:
-    from oss_fused.kernels.triton.rope import rmsnorm_rope
+    from oss_fused.kernels.rope.rmsnorm_rope import rmsnorm_rope
 
     names = {"BLOCK_SIZE": "rows", "num_warps": "num_warps", "num_stages": "stages"}
     launch = {names[name]: value for name, value in config.items()}
@@ -124,7 +124,7 @@ def _rmsnorm_rope_reference(
 def _tuned_gated_mlp(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, **config: int
 ) -> torch.Tensor:
-    from oss_fused.kernels.triton.mlp_gated import gated_mlp
+    from oss_fused.kernels.mlp.gated import gated_mlp
 
     return gated_mlp(x, gate, up, None, None, "silu", "up", config)
 
@@ -173,7 +173,7 @@ def get_target(name: str) -> Target:
     if name != "matmul":
         raise SchemeError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
     try:
-        from oss_fused.kernels.triton.tutorial_matmul import matmul_v3
+        from harness.tutorial_matmul import matmul_v3
     except ImportError as error:
         raise TritonKernelError(f"target={name!r}: needs the package triton ({error})") from error
     v2 = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}

@@ -185,7 +185,7 @@ def gpu_tuner(
     compile_workers: int = 8,
 ) -> TableTuner:
     """A tuner that measures on ``device``: replays over as many calls as weights take turns."""
-    from oss_fused.kernels.triton.gemm import kernels
+    from oss_fused.kernels.gemm.triton import kernels
 
     def timer(call: Callable[[], Any], repeats: int, where: torch.device) -> list[float]:
         # an output of hundreds of megabytes leaves room for few of them
@@ -197,7 +197,7 @@ def gpu_tuner(
 
 def gpu_launch(bucket: int, n: int, k: int, device: torch.device) -> Launch:
     """Calls of every kernel on random codes of a shape, the weights taking turns."""
-    from oss_fused.kernels.triton.gemm import PREFETCHING, kernels
+    from oss_fused.kernels.gemm.triton import PREFETCHING, kernels
 
     copies = max(1, min(_MAX_COPIES, int(_ROTATED_BYTES // (n * k)) + 1))
     a = torch.randn(bucket, k, device=device).to(torch.float8_e4m3fn)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from oss_fused.bench.compare import Arm, Plan, make_grid
+from harness.compare import Arm, Plan, make_grid
 
 HERE = Path(__file__).parent
 FAKE_SERVE = (sys.executable, str(HERE / "fake_server.py"), "serve")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for oss_fused.bench.vllm_client: same protocol, sends the requests, invents the times.
+"""Stands in for harness.vllm_client: same protocol, sends the requests, invents the times.
 
 FAKE_SECONDS is the time per output token it reports. FAKE_CLIENT: ok | dies.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for oss_fused.bench.decode_worker; a model whose folder is called `broken` fails."""
+"""Stands in for harness.decode_worker; a model whose folder is called `broken` fails."""
 
 from __future__ import annotations
 

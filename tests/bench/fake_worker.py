@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for oss_fused.bench.vllm_logprobs and vllm_tasks: a model called `broken` fails."""
+"""Stands in for harness.vllm_logprobs and vllm_tasks: a model called `broken` fails."""
 
 from __future__ import annotations
 

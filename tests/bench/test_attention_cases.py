@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.attention_cases import SHAPES, Case, candidates, make_pool
 
-from oss_fused.bench.attention_cases import SHAPES, Case, candidates, make_pool
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from oss_fused.bench.calibration_report import (
+from harness.calibration_report import (
     append_trend,
     failures,
     figures_of,
     load_thresholds,
     write_report,
 )
+
 from oss_fused.quant.record import (
     CalibrationRecord,
     Histogram,

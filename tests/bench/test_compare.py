@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import summary
+from harness.compare import Arm, Plan, make_grid, parse_arm, parse_lengths, run
 
-from oss_fused.bench import summary
-from oss_fused.bench.compare import Arm, Plan, make_grid, parse_arm, parse_lengths, run
 from oss_fused.errors import ServerError
 
 MakePlan = Callable[..., Plan]
@@ -100,7 +100,7 @@ def test_together_interleaves_each_load(fake_plan: MakePlan, tmp_path: Path) -> 
 def test_a_server_dying_under_load_is_named_and_what_was_measured_is_kept(
     fake_plan: MakePlan, tmp_path: Path
 ) -> None:
-    from oss_fused.bench.processes import descendants
+    from harness.processes import descendants
 
     arms = [Arm("slow", "m"), Arm("fast", "m", (), (("FAKE_MODE", "dies_under_load"),))]
     kept: list[int] = []

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import decode, decode_figures, decode_profile
+from harness.compare import Arm
+from harness.decode_limits import kv_bytes, step_bytes
 
-from oss_fused.bench import decode, decode_figures, decode_profile
-from oss_fused.bench.compare import Arm
-from oss_fused.bench.decode_limits import kv_bytes, step_bytes
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, str(Path(__file__).parent / "fake_decode_worker.py"))

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import vllm_logprobs
+from harness.compare import Arm
+from harness.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
+from harness.needle import build_prompt, found, make_needles
+from harness.vllm_logprobs import split, window_logprobs
 
-from oss_fused.bench import vllm_logprobs
-from oss_fused.bench.compare import Arm
-from oss_fused.bench.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
-from oss_fused.bench.needle import build_prompt, found, make_needles
-from oss_fused.bench.vllm_logprobs import split, window_logprobs
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, str(Path(__file__).parent / "fake_worker.py"))

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import kernel_report, kernel_stock, kernels
 
-from oss_fused.bench import kernel_report, kernel_stock, kernels
 from oss_fused.errors import BackendUnavailableError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"

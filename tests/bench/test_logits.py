@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from harness.logits_reference import hidden_states
+from harness.logits_worker import Recorder, compare, read_head
 from torch import nn
 
-from oss_fused.bench.logits_reference import hidden_states
-from oss_fused.bench.logits_worker import Recorder, compare, read_head
 from tests.plugin.conftest import build, to_mxfp4
 
 TOKENS = torch.tensor([[3, 17, 42, 99, 5], [77, 23, 54, 61, 8]])

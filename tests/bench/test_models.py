@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import folder as folder_module
+from harness.folder import INDEX, missing_files
+from harness.models import SHAPES, Shape, get_shape, make_model
+from harness.tokenizer import special_tokens, vocabulary
 from safetensors.torch import load_file, save_file
 
-from oss_fused.bench import folder as folder_module
-from oss_fused.bench.folder import INDEX, missing_files
-from oss_fused.bench.models import SHAPES, Shape, get_shape, make_model
-from oss_fused.bench.tokenizer import special_tokens, vocabulary
 from oss_fused.errors import CheckpointError, UnsupportedModelError
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from oss_fused.bench import moe_cases
+from harness import moe_cases
 
 
 def row(batch: int, fp8: bool = False, passed: bool = True) -> dict:

@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from oss_fused.bench.regression import (
+from harness.regression import (
     HISTORY_RUNS,
     RowVerdict,
     Thresholds,
@@ -18,7 +17,7 @@ from oss_fused.bench.regression import (
     compare_results,
     load_results,
 )
-from oss_fused.bench.regression_report import markdown_table, text_table, trend_plot
+from harness.regression_report import markdown_table, text_table, trend_plot
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "ci_check.py"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import report, summary
 
-from oss_fused.bench import environment, report, summary
+from oss_fused import environment
 
 METRICS = {f"{s}_{m}_ms": 1.0 for s in ("p50", "p95", "p99") for m in ("ttft", "tpot", "itl")}
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.processes import is_alive
+from harness.server import Server, check_port, free_port
 
-from oss_fused.bench.processes import is_alive
-from oss_fused.bench.server import Server, check_port, free_port
 from oss_fused.errors import ServerError
 
 from .conftest import FAKE_SERVE
@@ -84,7 +84,7 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_stubborn_server_and_its_stray_child_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oss_fused.bench import processes
+    from harness import processes
 
     monkeypatch.setattr(processes.stop, "__defaults__", (0.5,))
     with make(tmp_path, "stubborn") as server:
@@ -98,7 +98,7 @@ def test_stubborn_server_and_its_stray_child_are_killed(
 
 
 def test_a_second_signal_does_not_interrupt_the_clean_up() -> None:
-    from oss_fused.bench.processes import Terminated, signals_as_exceptions
+    from harness.processes import Terminated, signals_as_exceptions
 
     before = signal.getsignal(signal.SIGINT)
     cleaned = False
@@ -118,8 +118,8 @@ OWNER = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from oss_fused.bench.processes import signals_as_exceptions
-from oss_fused.bench.server import Server
+from harness.processes import signals_as_exceptions
+from harness.server import Server
 import time
 with signals_as_exceptions():
     with Server("arm", "/m", [], Path({log!r}), command={command!r}) as server:

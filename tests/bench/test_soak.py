@@ -12,10 +12,10 @@ from subprocess import PIPE, Popen
 
 import httpx
 import pytest
+from harness import soak
+from harness.processes import own_mib, program, signals_as_exceptions
+from harness.soak_requests import KINDS, Target, WrongAnswer
 
-from oss_fused.bench import soak
-from oss_fused.bench.processes import own_mib, program, signals_as_exceptions
-from oss_fused.bench.soak_requests import KINDS, Target, WrongAnswer
 from oss_fused.errors import ServerError
 from tests.bench.fake_soak_server import answer
 

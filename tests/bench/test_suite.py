@@ -16,7 +16,7 @@ from oss_fused.bench.suite import BenchmarkSuite
 from oss_fused.bench.suite_report import winners
 from oss_fused.errors import BackendUnavailableError, ShapeMismatchError, TritonKernelError
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 ROPE = RMSNormRoPEInput(2, 5, 64, 16)

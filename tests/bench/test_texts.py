@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import texts
 
-from oss_fused.bench import texts
 from oss_fused.errors import DatasetError
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness.compare import CPU_ENVIRONMENT
+from harness.server import Server
 
-from oss_fused.bench.compare import CPU_ENVIRONMENT
-from oss_fused.bench.server import Server
 from tests.plugin.conftest import build, calibrate
 
 ROOT = Path(__file__).resolve().parents[2]

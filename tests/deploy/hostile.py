@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.summary import merge_summary
 from safetensors.torch import save_file
 
-from oss_fused.bench.summary import merge_summary
 from oss_fused.errors import OssFusedError
 from oss_fused.plugin.checkpoint import check_checkpoint
 from tests import conftest  # noqa: F401  environment of engines on a CPU

@@ -27,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from oss_fused.bench.compare import CPU_ENVIRONMENT
-from oss_fused.bench.environment import fingerprint, has_gpu
-from oss_fused.bench.folder import writable, write_json
-from oss_fused.bench.server import free_port
+from harness.compare import CPU_ENVIRONMENT
+from harness.folder import writable, write_json
+from harness.server import free_port
+
+from oss_fused.environment import fingerprint, has_gpu
 from tests.deploy import cpu_parallel
 from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4

@@ -30,9 +30,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from harness import processes
 
 from oss_fused import envs
-from oss_fused.bench import processes
 from oss_fused.errors import ServerError
 from tests.deploy.conftest import API_KEY, ROOT, container
 from tests.deploy.hostile import make, make_bases

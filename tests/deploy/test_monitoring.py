@@ -14,9 +14,9 @@ import urllib.request
 
 import pytest
 import yaml
+from harness import processes
+from harness.server import free_port
 
-from oss_fused.bench import processes
-from oss_fused.bench.server import free_port
 from tests.deploy.conftest import ROOT
 
 MONITORING = ROOT / "deploy/monitoring"

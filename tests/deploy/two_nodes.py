@@ -21,12 +21,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
+from harness import processes
+from harness.compare import CPU_ENVIRONMENT
+from harness.folder import write_json
+from harness.server import VLLM_SERVE
 
-from oss_fused.bench import processes
-from oss_fused.bench.compare import CPU_ENVIRONMENT
-from oss_fused.bench.environment import fingerprint
-from oss_fused.bench.folder import write_json
-from oss_fused.bench.server import VLLM_SERVE
+from oss_fused.environment import fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests/data/tiny_gpt_oss"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-import oss_fused.ops.moe  # noqa: F401 - registers the operators
+import oss_fused.kernels.moe  # noqa: F401 - registers the operators
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 ops = torch.ops.oss_fused

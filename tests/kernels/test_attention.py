@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import oss_fused.ops  # noqa: F401
+import oss_fused.kernels  # noqa: F401
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.registry import get_kernel
-from oss_fused.kernels.triton import attention_decode
+from oss_fused.kernels.attention import triton as attention_decode
+from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
 # bf16 weights of the softmax and a bf16 result: two roundings of 2^-9 on values near 1

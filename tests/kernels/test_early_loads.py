@@ -22,9 +22,9 @@ import triton.language as tl
 from moe_layer import Layer
 
 import oss_fused
-import oss_fused.ops
-from oss_fused.kernels.triton.gemm import PREFETCHING, kernels
-from oss_fused.kernels.triton.launch import runs_gluon
+import oss_fused.kernels
+from oss_fused.kernels.gemm.triton import PREFETCHING, kernels
+from oss_fused.kernels.launch import runs_gluon
 
 PACKAGE = Path(oss_fused.__file__).parent
 SOURCES = PACKAGE / "kernels" / "triton"
@@ -226,7 +226,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
-from oss_fused.kernels.triton.launch import start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import start_next, wait_for_inputs, wait_unless
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 
 from oss_fused import fp8_gemm
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
 # one rounding to the output format; float32: what the tensor cores' own accumulator drops
@@ -121,7 +121,7 @@ def test_linear_is_quantise_then_gemm(m, static, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_linear_in_one_launch(m, dtype, device, monkeypatch):
     """K a multiple of the block: the kernel quantises, to the codes that two launches give."""
-    monkeypatch.setattr("oss_fused.kernels.triton.gemm.FUSED_ROWS", 2)
+    monkeypatch.setattr("oss_fused.kernels.gemm.triton.FUSED_ROWS", 2)
     _, w, _, w_scale, bias = operands(1, 20, 2048, device)
     x = (torch.randn(m, 2048) * 3).to(dtype).to(device)
     x[0, 5] = 0.0

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-import oss_fused.ops  # noqa: F401
-from oss_fused.kernels.registry import get_kernel
-from oss_fused.kernels.triton.gemm import KERNELS, kernels
-from oss_fused.kernels.triton.launch import runs_gluon
+import oss_fused.kernels  # noqa: F401
+from oss_fused.kernels.gemm.triton import KERNELS, kernels
+from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.op import get_kernel
 
 ops = torch.ops.oss_fused
 FP8 = torch.float8_e4m3fn
@@ -29,7 +29,7 @@ def test_without_hopper_only_portable_kernels_run():
 @pytest.mark.parametrize("columns", [128, 256, 512])
 def test_boxes_of_every_width_have_a_layout(columns):
     """On any machine: descriptors are made on the host, and the kernels' boxes differ in width."""
-    warp_pipeline = pytest.importorskip("oss_fused.kernels.triton.warp_pipeline")
+    warp_pipeline = pytest.importorskip("oss_fused.kernels.pipeline")
     codes = torch.zeros(64, 512, dtype=torch.uint8).view(FP8)
     assert warp_pipeline.descriptor(codes, 64, columns).layout.swizzle_byte_width == 128
 

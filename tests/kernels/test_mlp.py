@@ -6,7 +6,7 @@ import torch
 
 from oss_fused import functional as F
 from oss_fused.errors import SchemeError, ShapeMismatchError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]

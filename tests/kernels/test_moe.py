@@ -8,7 +8,7 @@ import torch
 from moe_layer import Layer, ops, random_mxfp4, relative_error
 
 from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.reference.mxfp4 import moe_unpack_mxfp4
+from oss_fused.kernels.moe.mxfp4 import moe_unpack_mxfp4
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 

@@ -8,7 +8,7 @@ import torch
 from moe_layer import ops, relative_error
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 reference = get_kernel("torch", "moe_fp8")
 

@@ -8,8 +8,8 @@ import torch
 from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
-from oss_fused.kernels.moe_config import MoEConfig, Tile, choose_config
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
+from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
 

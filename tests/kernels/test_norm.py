@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-import oss_fused.ops  # noqa: F401
+import oss_fused.kernels  # noqa: F401
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 EPS = 1e-5
 

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-import oss_fused.ops  # noqa: F401
-from oss_fused.kernels.registry import get_kernel
+import oss_fused.kernels  # noqa: F401
+from oss_fused.kernels.op import get_kernel
 from oss_fused.kernels.tiles import ROW_BUCKETS
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 from tests.kernels.test_rope import cache_pair
 
 FP8 = torch.float8_e4m3fn

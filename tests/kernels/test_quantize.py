@@ -4,11 +4,11 @@
 import pytest
 import torch
 
-import oss_fused.ops  # noqa: F401
+import oss_fused.kernels  # noqa: F401
 from oss_fused import dequantize_fp8, fp8_gemm, quantize_fp8
 from oss_fused.errors import NumericalOverflowError, SchemeError, UnsupportedDtypeError
-from oss_fused.kernels.registry import get_kernel
-from oss_fused.ops import registration
+from oss_fused.kernels import op as registration
+from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
 

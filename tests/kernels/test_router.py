@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.registry import get_kernel
+from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
-from oss_fused.kernels.triton.router import encode_rows, route
+from oss_fused.kernels.moe.router import encode_rows, route
 
 reference = get_kernel("torch", "moe_route")
 

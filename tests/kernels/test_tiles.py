@@ -57,10 +57,10 @@ def test_rows_between_cache_lines_take_the_wide_tile():
 
 def test_h200_table_fits_the_launchers():
     pytest.importorskip("triton.experimental.gluon")
-    from oss_fused.kernels.triton.gemm import KERNELS
-    from oss_fused.kernels.triton.gemm_pingpong import gemm_pingpong
-    from oss_fused.kernels.triton.gemm_specialized import gemm_specialized
-    from oss_fused.kernels.triton.gemm_stream import gemm_stream
+    from oss_fused.kernels.gemm.cooperative import gemm_specialized
+    from oss_fused.kernels.gemm.pingpong import gemm_pingpong
+    from oss_fused.kernels.gemm.stream import gemm_stream
+    from oss_fused.kernels.gemm.triton import KERNELS
 
     gluon_kernels = (gemm_stream, gemm_specialized, gemm_pingpong)
     launchers = {**KERNELS, **dict(zip(tiles.GLUON_KERNELS, gluon_kernels, strict=True))}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from oss_fused.errors import NumericalOverflowError, OssFusedError, UnsupportedDtypeError
-from oss_fused.kernels import registry
+from oss_fused.kernels import op as registry
 from oss_fused.layers import FP8Linear, FusedGatedMLP, FusedRMSNorm, patch_model
 
 FP8 = torch.float8_e4m3fn

@@ -116,7 +116,7 @@ def test_gradients_flow_through_a_patched_model():
 
 
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
-    from oss_fused.layers import patch
+    from oss_fused.layers.hf import patch
 
     model = make("Llama")
     before, calls = str(model), []

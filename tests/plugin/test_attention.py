@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from oss_fused.plugin.attention import FP8, OssAttentionImpl, adopt_attention
+from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl, adopt_attention
 
 ROWS, HEADS, KV_HEADS, SIZE, PAGE, PAGES = 3, 4, 2, 16, 16, 9
 LENGTHS = (37, 1, 48)

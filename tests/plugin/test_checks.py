@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin.checks import (
+from oss_fused.layers.vllm.checks import (
     FLOATS,
     MISSING,
     check_finite,

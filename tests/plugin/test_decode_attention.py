@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oss_fused.plugin import attention
+from oss_fused.layers.vllm import attention
 
 pytestmark = pytest.mark.serve
 

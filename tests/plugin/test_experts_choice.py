@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
-from oss_fused.plugin import moe as choice
-from oss_fused.plugin.settings import OnlineOptions, from_checkpoint, online
+from oss_fused.layers.vllm.experts import choice
+from oss_fused.quant.settings import OnlineOptions, from_checkpoint, online
 from tests.plugin.cpu_kind import tell_vllm
 
 SETTINGS = online(OnlineOptions(experts="fp8"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin.experts_loader import ExpertsLoader
+from oss_fused.layers.vllm.experts.loader import ExpertsLoader
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 64, 96
 PARENT = "model.layers.0.mlp.experts.routed_experts"

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("vllm")
 
 from oss_fused.errors import CheckpointError
-from oss_fused.kernels.registry import get_kernel
-from oss_fused.plugin import moe as choice
+from oss_fused.kernels.op import get_kernel
+from oss_fused.layers.vllm.experts import choice
 from tests.plugin.test_experts_parallel import (
     EXPERTS,
     HIDDEN,

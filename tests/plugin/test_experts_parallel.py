@@ -62,7 +62,8 @@ def checkpoint(layout):
 
 
 def make_method(layout):
-    from oss_fused.plugin import experts, experts_mxfp4
+    from oss_fused.layers.vllm.experts import fp8 as experts
+    from oss_fused.layers.vllm.experts import mxfp4 as experts_mxfp4
 
     moe = SimpleNamespace(
         has_bias=True, in_dtype=torch.bfloat16, moe_parallel_config=None, is_lora_enabled=False

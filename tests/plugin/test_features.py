@@ -10,8 +10,8 @@ import json
 
 import pytest
 import torch
+from harness.tokenizer import save_tokenizer
 
-from oss_fused.bench.tokenizer import save_tokenizer
 from tests.plugin.conftest import SHARED_GPU, Engine, assert_agrees, build, reference_logprobs
 
 pytestmark = pytest.mark.serve

@@ -14,8 +14,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from oss_fused.ops.registration import set_observer
-from oss_fused.plugin.head_graphs import HeadGraphs
+from oss_fused.kernels.op import set_observer
+from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.plugin.model_state import OssModelState, OssSampler
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from oss_fused.errors import SchemeError
-from oss_fused.plugin.patterns import find_target, is_ignored, matches, shards, spellings
+from oss_fused.quant.patterns import find_target, is_ignored, matches, shards, spellings
 
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],

@@ -204,7 +204,8 @@ def test_an_embedding_model_from_a_folder_agrees_with_transformers(tmp_path, eng
 def test_options_are_for_the_served_model_not_for_its_draft(monkeypatch):
     from types import SimpleNamespace
 
-    from oss_fused.plugin import config, settings
+    from oss_fused.plugin import config
+    from oss_fused.quant import settings
 
     hf = SimpleNamespace(to_dict=lambda: {}, model_type="llama")
     vllm_config = SimpleNamespace(

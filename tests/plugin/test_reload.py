@@ -337,7 +337,7 @@ def test_other_models_load_as_vllm_has_it(tmp_path, engine):
 
 
 def test_states_come_back_as_the_same_objects():
-    from oss_fused.plugin.reload import _State
+    from oss_fused.layers.vllm.reload import _State
 
     module = torch.nn.Linear(2, 2)
     parameters, weight = module._parameters, module.weight

@@ -14,7 +14,9 @@ pytest.importorskip("vllm")
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from oss_fused.errors import CheckpointError
-from oss_fused.plugin import experts, experts_mxfp4, reload
+from oss_fused.layers.vllm import reload
+from oss_fused.layers.vllm.experts import fp8 as experts
+from oss_fused.layers.vllm.experts import mxfp4 as experts_mxfp4
 from tests.plugin import test_experts_parallel as parallel
 
 INNER = 160
@@ -153,7 +155,7 @@ def test_a_checkpoint_without_a_tensor_is_refused_at_the_first_load():
 
 def test_padding_is_written_at_the_first_load():
     # as vLLM's create_weights leaves memory where it does not fill it
-    from oss_fused.plugin.experts_loader import ExpertsLoader
+    from oss_fused.layers.vllm.experts.loader import ExpertsLoader
 
     layer = parallel.Layer(1, 2, by_expert=False)
     parameter = nn.Parameter(

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from oss_fused.errors import CheckpointError, UnsupportedModelError
-from oss_fused.plugin import reload
+from oss_fused.layers.vllm import reload
 from oss_fused.plugin.models import _BeforeLayers, _OssModel
 
 CONFIG = SimpleNamespace(

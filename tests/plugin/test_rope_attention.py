@@ -15,9 +15,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.torch_utils import _encode_layer_name
 
-from oss_fused.kernels.registry import get_kernel
-from oss_fused.plugin import rope_attention
-from oss_fused.plugin.attention import FP8, OssAttentionImpl
+from oss_fused.kernels.op import get_kernel
+from oss_fused.layers.vllm import rope_attention
+from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 5
 

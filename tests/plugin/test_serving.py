@@ -31,7 +31,7 @@ def test_online_dense(family, tmp_path, engine):
     served = engine(folder, quantization="oss_fp8")
     assert_agrees(served.generate(), folder)
     layer = served.model.model.layers[0]
-    assert type(layer).__module__ == "oss_fused.plugin.decoder"
+    assert type(layer).__module__ == "oss_fused.layers.vllm.decoder"
     assert type(layer.mlp.down_proj.quant_method).__name__ == "OssFp8LinearMethod"
     assert type(served.model.lm_head.quant_method).__name__ == "UnquantizedEmbeddingMethod"
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from oss_fused.errors import SchemeError
-from oss_fused.plugin.settings import OnlineOptions, from_checkpoint, online, with_options
 from oss_fused.quant.scheme import FP8_DYNAMIC, FP8_STATIC, W8A16
+from oss_fused.quant.settings import OnlineOptions, from_checkpoint, online, with_options
 from tests.plugin.conftest import KV_SCHEME, scheme
 
 CALIBRATED = {

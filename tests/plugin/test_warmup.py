@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from oss_fused.kernels.moe_config import (
+from oss_fused.kernels.moe.config import (
     choose_config,
     fp8_rows,
     fp8_variant,
@@ -16,11 +16,12 @@ from oss_fused.kernels.moe_config import (
     router_part,
     routing_block,
 )
+from oss_fused.kernels.op import set_observer
 from oss_fused.kernels.tiles import row_bucket
-from oss_fused.ops.registration import set_observer
-from oss_fused.plugin import moe, warmup
-from oss_fused.plugin.experts_mxfp4 import OssMxfp4MoEMethod
-from oss_fused.plugin.warmup import first_of_each, row_counts, warm_batches
+from oss_fused.layers.vllm import warmup
+from oss_fused.layers.vllm.experts import choice as moe
+from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.warmup import first_of_each, row_counts, warm_batches
 
 LIMITS = (1, 64, 300, 2048, 8192)
 # experts of a rank and of all, top_k: gpt-oss 20b and 120b, on two ranks, Mixtral, Qwen-MoE

@@ -10,7 +10,7 @@ from oss_fused.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from oss_fused.kernels.reference.quantize import scale_of_amax
+from oss_fused.kernels.quantize.reference import scale_of_amax
 from oss_fused.quant.formats import (
     E2M1_VALUES,
     E4M3,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.models import get_shape, make_model
 
-from oss_fused.bench.models import get_shape, make_model
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.recipe import make_recipe
 

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
-
-from oss_fused.bench import tiny_gpt_oss
-from oss_fused.bench.tiny_gpt_oss import (
+from harness import tiny_gpt_oss
+from harness.tiny_gpt_oss import (
     HELD_OUT,
     SHAPE,
     TRAINED_CONTEXT,
@@ -26,6 +23,9 @@ from oss_fused.bench.tiny_gpt_oss import (
     token_table,
     train_tiny,
 )
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.experts import PARTS, convert_experts

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
+from harness import decode
 
-from oss_fused.bench import decode
 from tests.bench.test_decode import GPT_OSS, WORKER
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_decode.py"

@@ -44,7 +44,7 @@ def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
 
 
 def test_a_wrong_kernel_is_an_error_and_keeps_what_was_measured(tmp_path, device, monkeypatch):
-    from oss_fused.kernels.triton import tutorial_matmul
+    from harness import tutorial_matmul
 
     monkeypatch.setattr(tutorial_matmul, "matmul_v0", lambda a, b: a @ b * 1.1)
     monkeypatch.setattr(bench_library, "norm_figures", lambda *a: {"library.x": 1.0})

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from oss_fused.bench import compare
-from oss_fused.bench.models import get_shape, make_model
+from harness import compare
+from harness.models import get_shape, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "compare.py"
@@ -149,7 +148,7 @@ def test_results_that_no_disk_takes_are_printed_and_the_last_copy_stays(
     assert run(*arms(tmp_path), *loads, "--output", str(output)) == 0
     before = (output / "results.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("oss_fused.bench.report.write_folder", full)
+        patch.setattr("harness.report.write_folder", full)
         assert run(*arms(tmp_path), *loads, "--output", str(output), "--overwrite") == 1
     said = capsys.readouterr()
     assert "No space left" in said.err

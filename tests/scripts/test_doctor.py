@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oss_fused.bench import preflight
-from oss_fused.plugin import doctor
+from oss_fused.plugin import doctor, preflight
 from tests.plugin.conftest import build, calibrate, edit, tensors_of
 
 GPU = torch.cuda.is_available()

@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from oss_fused.bench import evaluate
-from oss_fused.bench.models import get_shape, make_model
+from harness import evaluate
+from harness.models import get_shape, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "evaluate.py"

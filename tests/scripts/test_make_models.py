@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import smollm2
+from harness.models import get_shape, make_model
 
-from oss_fused.bench import smollm2
-from oss_fused.bench.models import get_shape, make_model
 from oss_fused.errors import CheckpointError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import tutorial_matmul as steps
+from harness.tutorial_add import add
 
 from oss_fused.bench.accuracy import check_accuracy
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.triton import tutorial_matmul as steps
-from oss_fused.kernels.triton.tutorial_add import add
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.result import Status

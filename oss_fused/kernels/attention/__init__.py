@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""``decode_attention``: attention of single-token queries over a paged KV cache.
+
+Args of the operator:
+    query: [T, Hq, D], one token of each of T sequences; bf16, fp16 or e4m3 (with q_scale).
+    key_cache, value_cache: [pages, page_size, Hkv, D], any strides, unit stride along D; the
+        dtype of query, or e4m3 with k_scale and v_scale. Hq is a multiple of Hkv.
+    block_table: [T, max_pages] int32; page of each run of page_size positions.
+    seq_lens: [T] int32, the position of the query included; 0 marks a padding row (result 0).
+    out: [T, Hq, D] bf16 or fp16, written.
+    arrivals: int32, at least T * Hkv zeros, used as scratch and left at zero. Launches that
+        overlap in time need buffers of their own.
+    softmax_scale: factor of the logits.
+    window: positions that a query sees, itself included; 0 for all.
+    sinks: [Hq], a logit of each head that takes weight and adds no value.
+    q_scale, k_scale, v_scale: float32 dequantisation multipliers of one element.
+    prefetch_table: the caller vouches that no kernel still running writes block_table or seq_lens
+        (kernels/gemm): they are then read before the kernels ahead have finished.
+
+Formula: online softmax, https://arxiv.org/abs/2205.14135; sinks, https://arxiv.org/abs/2309.17453.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.attention import reference
+from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, HALF_DTYPES
+from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.op import declare
+
+
+def _check(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> None:
+    rows, q_heads, _ = query.shape
+    kv_heads = key_cache.shape[2]
+    if q_heads % max(1, kv_heads):
+        raise ShapeMismatchError(
+            f"key_cache.shape={tuple(key_cache.shape)}: expected Hkv a divisor of {q_heads}"
+        )
+    for name, index in (("block_table", block_table), ("seq_lens", seq_lens)):
+        if index.shape[0] < rows:
+            raise ShapeMismatchError(
+                f"{name}.shape={tuple(index.shape)}: expected at least {rows} rows"
+            )
+    if arrivals.numel() < rows * kv_heads or not arrivals.is_contiguous():
+        raise ShapeMismatchError(
+            f"arrivals.numel()={arrivals.numel()}: expected at least {rows * kv_heads}, contiguous"
+        )
+
+
+declare(
+    reference.decode_attention,
+    {
+        "out": Operand("T Hq D", *HALF_DTYPES, contiguous=True),
+        "query": Operand("T Hq D", FP8, *HALF_DTYPES, contiguous=True),
+        "key_cache": Operand("pages page_size Hkv D", FP8, like="out", contiguous=True),
+        "value_cache": Operand("pages page_size Hkv D", FP8, like="out", contiguous=True),
+        "block_table": Operand("sequences max_pages", torch.int32, contiguous=True),
+        "seq_lens": Operand("lengths", torch.int32),
+        "arrivals": Operand("...", torch.int32),
+        "sinks": Operand("Hq", *FLOAT_DTYPES),
+        "q_scale": Scale(),
+        "k_scale": Scale(),
+        "v_scale": Scale(),
+    },
+    {"triton": "triton"},
+    mutates=("out", "arrivals"),
+    check=_check,
+    fake=lambda: None,
+    example={
+        "T": 3,
+        "Hq": 4,
+        "D": 64,
+        "pages": 4,
+        "page_size": 16,
+        "Hkv": 2,
+        "query": lambda g: torch.randn(3, 4, 64, generator=g).to(torch.bfloat16),
+        "out": lambda g: torch.empty(3, 4, 64, dtype=torch.bfloat16),
+        "key_cache": lambda g: torch.randn(4, 16, 2, 64, generator=g).to(torch.bfloat16),
+        "value_cache": lambda g: torch.randn(4, 16, 2, 64, generator=g).to(torch.bfloat16),
+        "block_table": torch.tensor([[0, 1], [2, 0], [3, 0]], dtype=torch.int32),
+        "seq_lens": torch.tensor([20, 5, 0], dtype=torch.int32),
+        "arrivals": lambda g: torch.zeros(6, dtype=torch.int32),
+        "softmax_scale": 0.125,
+        "window": 8,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+    },
+)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""Attention of single-token queries over a paged KV cache, sequence by sequence in float32."""
+
+from __future__ import annotations
+
+import torch
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    arrivals: torch.Tensor,
+    softmax_scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    prefetch_table: bool = False,
+) -> None:
+    """Softmax attention into ``out``; see kernels/attention for the contract."""
+    group = query.shape[1] // key_cache.shape[2]
+    page_size = key_cache.shape[1]
+    scale = softmax_scale * _value(q_scale) * _value(k_scale)
+    for row in range(query.shape[0]):
+        length = int(seq_lens[row])
+        first = max(0, length - window) if window else 0
+        positions = torch.arange(first, length, device=query.device)
+        pages = block_table[row, positions // page_size].long()
+        keys = key_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
+        values = value_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
+        logits = torch.einsum("hd,nhd->hn", query[row].float(), keys) * scale
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.float()[:, None]], 1)
+        weights = torch.softmax(logits, 1)[:, : positions.numel()]
+        result = torch.einsum("hn,nhd->hd", weights, values) * _value(v_scale)
+        out[row] = result.to(out.dtype)
+
+
+def _value(scale: torch.Tensor | None) -> float:
+    return 1.0 if scale is None else float(scale)

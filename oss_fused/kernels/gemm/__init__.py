@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: MIT
+"""``fp8_gemm`` and ``fp8_linear``.
+
+fp8_gemm: a [M, K] and b [N, K] float8_e4m3fn, K contiguous; a_scale [M, 1] or [1], b_scale
+[N, 1] or [1] float32; bias [N] or None; ``out = acc * a_scale * b_scale + bias`` in float32,
+rounded once to out_dtype. On a CPU ``b`` may be float32 holding the values of e4m3 codes.
+
+fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
+and multiplied as above; the result has x's dtype.
+
+prefetch_weights: the caller vouches that whatever still runs or waits on the stream leaves the
+weights alone, with their scales, bias and norm gain. Decode kernels then ask for them before the
+kernels ahead have finished. False is right after any kernel that may have written one of them; a
+kernel launched without programmatic dependent launch, or the start of a CUDA graph, ends the doubt.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
+from oss_fused.kernels.contract import OneOf, Operand, Scale
+from oss_fused.kernels.gemm import reference
+from oss_fused.kernels.op import declare
+from oss_fused.kernels.quantize import check_scale_of_rows
+
+# a served layer unpacks its codes to float32 once where there are no FP8 tensor cores
+_CPU_CODES = (torch.float32,)
+
+declare(
+    reference.fp8_gemm,
+    {
+        "a": Operand("M K", FP8),
+        "b": Operand("N K", FP8, cpu=_CPU_CODES),
+        "a_scale": Scale("M"),
+        "b_scale": Scale("N"),
+        "bias": Operand("N", *FLOAT_DTYPES),
+        "out_dtype": OneOf(*FLOAT_DTYPES),
+    },
+    {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang"},
+    example={"M": 20, "N": 48, "K": 64},
+)
+
+
+def _check_input_scale(x: torch.Tensor, input_scale: torch.Tensor | None) -> None:
+    if input_scale is not None:
+        check_scale_of_rows("input_scale", input_scale, x)
+
+
+declare(
+    reference.fp8_linear,
+    {
+        "weight": Operand("N K", FP8, cpu=_CPU_CODES),
+        "x": Operand("... K", *FLOAT_DTYPES),
+        "weight_scale": Scale("N"),
+        "bias": Operand("N", *FLOAT_DTYPES),
+    },
+    {"triton": "triton", "cuda": "cuda_linear"},
+    check=_check_input_scale,
+    example={"...": (20,), "N": 48, "K": 64, "input_scale": None},
+)

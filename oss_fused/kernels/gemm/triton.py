@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""fp8_gemm and fp8_linear: checks, output allocation and the choice of kernel by shape."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oss_fused.kernels import tiles
+from oss_fused.kernels.checks import (
+    FP8,
+    as_rows,
+    check_dtype,
+)
+from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
+from oss_fused.kernels.gemm.large import gemm_large
+from oss_fused.kernels.gemm.swap import gemm_swap
+from oss_fused.kernels.gemm.tile import gemm_tile
+from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.quantize.triton import quantize_fp8
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "gemv": gemm_gemv,
+    "swap": gemm_swap,
+    "large": gemm_large,
+    "tile": gemm_tile,
+}
+
+# those that can ask for weights before they wait for the kernels ahead
+PREFETCHING = frozenset({"gemv", "stream", "swap", "specialized"})
+
+# one launch that quantises in every CTA beats two launches up to so many rows and outputs, and
+# where K is a multiple of the block: the prologue repeats in every CTA. Measured in a chain of
+# decoder layers; launched alone, again and again, it looks better than it is
+FUSED_ROWS = 1
+FUSED_OUTPUTS = 3072
+
+
+@functools.cache
+def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
+    """The kernels that can run on ``device`` by their names in the tile tables."""
+    if not runs_gluon(device):
+        return KERNELS
+    from oss_fused.kernels.gemm.cooperative import gemm_specialized
+    from oss_fused.kernels.gemm.pingpong import gemm_pingpong
+    from oss_fused.kernels.gemm.stream import gemm_stream
+
+    return {
+        **KERNELS,
+        "stream": gemm_stream,
+        "specialized": gemm_specialized,
+        "pingpong": gemm_pingpong,
+    }
+
+
+def _tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
+    return dict(tiles.gemm_tile(device, m, n, k, runs_gluon(device)))
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether 16-byte loads and tensor descriptors can address the rows of ``tensor``."""
+    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0
+
+
+def _fusible(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        0 < rows.shape[0] <= FUSED_ROWS
+        and weight.shape[0] <= FUSED_OUTPUTS
+        and rows.dtype != torch.float32
+        and weight.stride(1) == 1
+        and _aligned(rows)
+        and _aligned(weight)
+    )
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
+    check_dtype("b", b, (FP8,))
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    a, b = as_rows(a), as_rows(b)
+    config = _tile(a.device, a.shape[0], b.shape[0], a.shape[1])
+    name = config.pop("kernel")
+    if name != "tile" and not (_aligned(a) and _aligned(b)):
+        name, config = "tile", {}
+    if name in PREFETCHING:
+        config["prefetch_weights"] = prefetch_weights
+    kernels(a.device)[name](a, b, a_scale, b_scale, bias, out, **config)
+    return out
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
+    check_dtype("weight", weight, (FP8,))
+    n, k = weight.shape
+    rows = as_rows(x)
+    if input_scale is None and _fusible(rows, weight):
+        config = _tile(x.device, rows.shape[0], n, k)
+        if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
+            out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
+            config["prefetch_weights"] = prefetch_weights
+            gemv_linear(rows, weight, weight_scale, bias, out, **config)
+            return out.view(*x.shape[:-1], n)
+    strategy = "token" if input_scale is None else "tensor"
+    q, scale = quantize_fp8(rows, input_scale, strategy)
+    out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights)
+    return out.view(*x.shape[:-1], n)

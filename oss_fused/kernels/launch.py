@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+
+A kernel launched with ``launch_pdl=True`` touches nothing before ``wait_for_inputs``, outputs
+included: the allocator may have handed us memory that the kernel before still reads. Where the
+caller vouches for it (PREFETCH), the kernel asks for operands before it waits: for weights that no
+kernel of the step writes, or for a block table and lengths made before the step began. Without
+that ``wait_unless`` waits above those loads. The cache is never read early: another sequence of the
+same step may be writing a block that this one shares (docs/kernels.md).
+
+A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so that one such
+kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer
+of Llama-8B took 78 us so instead of 72 for one token). The small kernels between two of them
+(norms, attention, routing, quantisation) call it first: the next weights are on their way while
+they run. docs/decode.md has the times.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.numerics import INTERPRETED
+
+
+@triton.jit
+def start_next():
+    """Let the next kernel of the stream start; it waits for our end before it reads our output."""
+    if not INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs():
+    """Wait until the kernels before this one have finished and their writes are visible."""
+    if not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_unless(PREFETCH: tl.constexpr):
+    """``wait_for_inputs`` above loads that only a caller's word lets come before it."""
+    if not (INTERPRETED or PREFETCH):
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels written for programmatic dependent launch (Hopper and later)."""
+    if device.type != "cuda" or INTERPRETED.value:
+        return {}
+    return {"launch_pdl": torch.cuda.get_device_capability(device) >= (9, 0)}
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon run on ``device``: Hopper, and a Triton that has Gluon."""
+    if device.type != "cuda" or INTERPRETED.value:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        from oss_fused.kernels import pipeline as warp_pipeline  # noqa: F401
+    except (ImportError, AttributeError):
+        # Gluon is experimental: another Triton may lack it, or a name that we use
+        return False
+    return True
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; a few for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

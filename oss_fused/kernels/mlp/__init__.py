@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: MIT
+"""``act_mul_quant`` and ``gated_mlp``.
+
+act_mul_quant: x [..., 2 I] = gate | up; ``q, scale = quantize_fp8(activation(gate) * up)``, per
+token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as vLLM rounds.
+
+gated_mlp: x [..., H], gate_weight and up_weight [I, H] in x.dtype, or float8_e4m3fn with
+gate_scale and up_scale [I, 1] or [1] (x is then quantised per token). activation_on="up" gives
+``gate * activation(up)``, "gate" gives ``activation(gate) * up``; float32, rounded once.
+Activations: "silu", "gelu" (erf form), "gelu_tanh".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels.checks import ACTIVATIONS, FLOAT_DTYPES, FP8, check_dtype
+from oss_fused.kernels.contract import OneOf, Operand, Scale
+from oss_fused.kernels.mlp import reference
+from oss_fused.kernels.op import declare
+
+
+def _check_halves(x: torch.Tensor) -> None:
+    if x.shape[-1] % 2:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., 2 * intermediate]")
+
+
+def _check_format(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    gate_scale: torch.Tensor | None,
+    up_scale: torch.Tensor | None,
+) -> None:
+    if not gate_weight.numel():
+        raise ShapeMismatchError(
+            f"gate_weight.shape={tuple(gate_weight.shape)}: expected [I, H], I and H at least 1"
+        )
+    if (gate_scale is None) != (up_scale is None):
+        raise SchemeError("gate_scale and up_scale: expected both, or neither")
+    check_dtype("gate_weight", gate_weight, (x.dtype,) if gate_scale is None else (FP8,))
+
+
+declare(
+    reference.act_mul_quant,
+    {
+        "x": Operand("... C", *FLOAT_DTYPES),
+        "activation": OneOf(*ACTIVATIONS),
+        "scale": Scale(),
+    },
+    {"triton": "triton", "cuda": "cuda"},
+    check=_check_halves,
+    example={"...": (7,), "C": 128, "scale": None},
+)
+declare(
+    reference.gated_mlp,
+    {
+        "x": Operand("... H", *FLOAT_DTYPES),
+        "gate_weight": Operand("I H", FP8, like="x"),
+        "up_weight": Operand("I H", like="gate_weight"),
+        "gate_scale": Scale("I"),
+        "up_scale": Scale("I"),
+        "activation": OneOf(*ACTIVATIONS),
+        "activation_on": OneOf("up", "gate"),
+    },
+    {"triton": "gated", "tilelang": "tilelang"},
+    check=_check_format,
+    example={"...": (2, 5), "H": 64, "I": 48, "gate_scale": None, "up_scale": None},
+)
+declare(
+    reference.gated_mlp_backward,
+    {
+        "grad": Operand("... I", like="x"),
+        "x": Operand("... H", *FLOAT_DTYPES, torch.float64),
+        "gate_weight": Operand("I H", like="x"),
+        "up_weight": Operand("I H", like="x"),
+        "activation": OneOf(*ACTIVATIONS),
+        "activation_on": OneOf("up", "gate"),
+    },
+    {"triton": "gated_backward"},
+    example={"...": (2, 5), "H": 64, "I": 48},
+)

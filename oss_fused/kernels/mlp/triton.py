@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT
+"""activation(gate) * up with FP8 quantisation behind it: x [T, 2 I] -> q [T, I], scale.
+
+y = round(round(act(gate)) * up), rounded to x.dtype where the unfused operations round;
+q, scale = quantise(y). A row's scale needs its largest value: one CTA a row, or, for few rows,
+many CTAs that leave y and the largest value of their part to a second launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.checks import FP8, as_rows
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.numerics import (
+    magnitude_bits,
+    quantize_dynamic,
+    quantize_static,
+    round_to,
+    scale_of_amax,
+)
+
+_MAX_INTERMEDIATE = 65536
+# up to so many rows, CTAs of so many columns: one CTA takes 3 us to activate 14336 (H200)
+_SPLIT_ROWS = 32
+_PART = 1024
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """SiLU, GELU (erf form) or GELU (tanh form) of float32 values."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1), without overflow on either side
+        return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+
+
+@triton.jit
+def _act_mul_quant_kernel(
+    x,
+    static_scale,
+    q,
+    scale,
+    y,
+    part_amax,
+    stride,
+    n_cols,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    dtype: tl.constexpr = x.dtype.element_ty
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    start_next()
+    wait_for_inputs()
+    gate = tl.load(x + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride + n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    activated = round_to(activate(gate, ACTIVATION), dtype).to(tl.float32)
+    value = round_to(activated * up, dtype)
+    if STATIC:
+        row_scale = tl.load(static_scale)
+        codes = quantize_static(value.to(tl.float32), tl.div_rn(1.0, row_scale))
+        tl.store(scale, row_scale, mask=(row == 0) & (part == 0))
+        tl.store(q + row * n_cols + cols, codes, mask=mask)
+    else:
+        amax = tl.max(magnitude_bits(value.to(tl.float32)), 0)
+        if y is not None:
+            tl.store(y + row * n_cols + cols, value, mask=mask)
+            tl.store(part_amax + row * tl.num_programs(1) + part, amax)
+        else:
+            row_scale = scale_of_amax(amax)
+            codes = quantize_dynamic(value.to(tl.float32), tl.div_rn(1.0, row_scale))
+            tl.store(scale + row, row_scale)
+            tl.store(q + row * n_cols + cols, codes, mask=mask)
+
+
+@triton.jit
+def _quantize_parts_kernel(
+    y, part_amax, q, scale, n_cols, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Codes of one part of a row, for the scale that all parts' largest values give."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    which = tl.arange(0, PARTS)
+    start_next()
+    wait_for_inputs()
+    amax = tl.load(part_amax + row * parts + which, mask=which < parts, other=0)
+    value = tl.load(y + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    row_scale = scale_of_amax(tl.max(amax, 0))
+    tl.store(q + row * n_cols + cols, quantize_dynamic(value, tl.div_rn(1.0, row_scale)), mask=mask)
+    tl.store(scale + row, row_scale, mask=part == 0)
+
+
+def act_mul_quant(
+    x: torch.Tensor, activation: str, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of ``activation(x[..., :I]) * x[..., I:]``; see kernels/mlp."""
+    n_cols = x.shape[-1] // 2
+    if n_cols > _MAX_INTERMEDIATE:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}: expected at most {2 * _MAX_INTERMEDIATE} columns"
+        )
+    rows = as_rows(x)
+    q = torch.empty(*x.shape[:-1], n_cols, dtype=FP8, device=x.device)
+    scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
+    out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
+    if q.numel() == 0:
+        return q, out_scale.fill_(1.0) if scale is None else out_scale.copy_(scale)
+    parts = cdiv(n_cols, _PART) if rows.shape[0] <= _SPLIT_ROWS else 1
+    block = next_power_of_2(n_cols) if parts == 1 else _PART
+    y = part_amax = None
+    if parts > 1 and scale is None:
+        y = torch.empty(rows.shape[0], n_cols, dtype=x.dtype, device=x.device)
+        part_amax = torch.empty(rows.shape[0], parts, dtype=torch.int32, device=x.device)
+    grid = (rows.shape[0], parts)
+    _act_mul_quant_kernel[grid](
+        rows,
+        scale,
+        q,
+        out_scale,
+        y,
+        part_amax,
+        rows.stride(0),
+        n_cols,
+        ACTIVATION=activation,
+        BLOCK=block,
+        STATIC=scale is not None,
+        num_warps=4 if parts > 1 else min(max(block // 1024, 1), 16),
+        **pdl_options(x.device),
+    )
+    if y is not None:
+        _quantize_parts_kernel[grid](
+            y,
+            part_amax,
+            q,
+            out_scale,
+            n_cols,
+            PARTS=next_power_of_2(parts),
+            BLOCK=block,
+            num_warps=4,
+            **pdl_options(x.device),
+        )
+    return q, out_scale

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: MIT
+"""Grouped products of the experts for many tokens, in Gluon: one warp loads, eight multiply.
+
+A persistent program takes 128 weight rows and the tokens of one tile, sorted by expert and
+encoded as e4m3 codes. One warp copies the tokens' codes into a ring of shared-memory buffers
+(warp_pipeline.py); two warpgroups of 64 weight rows each read the packed weights of their rows
+straight into registers, two chunks ahead, and unpack one chunk while the tensor cores multiply
+the chunk before it. See moe_gemm for the meaning of LEVELS and moe_tile for the order of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.moe.router import Routing
+from oss_fused.kernels.moe.tile import UNPACK_ASM, UNPACK_TABLE
+from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot
+
+_STAGES = 5
+# moe_tile's, with a word given four times as well
+_UNPACK_ASM = gl.constexpr(UNPACK_ASM.value.replace("$7", "$10").replace("$3", "$6"))
+
+
+@gluon.constexpr_function
+def _word_layout():
+    """Words [64, 16] of a chunk: a thread has four, 16 bytes, of rows p and p + 32."""
+    registers = [[0, 1], [0, 2], [32, 0]]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, 16])
+
+
+@gluon.constexpr_function
+def _byte_layout():
+    """What unpacking a word's four bytes gives, as [row, block, word, byte]."""
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [32, 0, 0, 0]]
+    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [[8, 0, 0, 0], [16, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, 4, 4, 4])
+
+
+@gluon.constexpr_function
+def _step_layout():
+    return gl.SliceLayout(2, gl.SliceLayout(3, _byte_layout()))
+
+
+@gluon.jit
+def _load_chunk(weight, words, chunk, K: gl.constexpr):
+    """Packed weights int32 [64, 16] and scale words [64] of one chunk of a 64-row group."""
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    LAST: gl.constexpr = (K - (CHUNKS - 1) * 128) // 8
+    chunk = gl.minimum(chunk, CHUNKS - 1)
+    row = gl.arange(0, 64, gl.SliceLayout(1, _word_layout()))
+    word = gl.arange(0, 16, gl.SliceLayout(0, _word_layout()))
+    offset = (row * 16)[:, None] + word[None, :]
+    if LAST != 16:
+        # blocks that the rows lack repeat others: the tokens' codes are zero there
+        short = (row * LAST)[:, None] + (word % LAST)[None, :]
+        offset = gl.where(chunk == CHUNKS - 1, short, offset)
+    row = gl.arange(0, 64, gl.SliceLayout(1, _step_layout()))
+    return gl.load(weight + chunk * 1024 + offset), gl.load(words + chunk * 64 + row)
+
+
+@gluon.jit
+def _unpack(weight, words, product: gl.constexpr):
+    """e4m3 weights [64, 128] as the first operand of ``product``, from one chunk."""
+    block = gl.arange(0, 4, gl.SliceLayout(0, _step_layout()))
+    step = ((words[:, None] >> (8 * block)[None, :]) & 0x78)[:, :, None][:, :, :, None]
+    layout: gl.constexpr = gl.SliceLayout(3, _byte_layout())
+    weight = gl.convert_layout(weight.reshape([64, 4, 4]), layout, assert_trivial=True)
+    # one word stands for the four bytes that it becomes
+    inputs = [weight[:, :, :, None], UNPACK_TABLE[0] + step * 0x01010100]
+    inputs += [UNPACK_TABLE[1] + step * 0x01010101]
+    whole = gl.zeros([64, 4, 4, 4], gl.int32, layout=_byte_layout())
+    first, second = gl.inline_asm_elementwise(
+        _UNPACK_ASM,
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [gl.broadcast(x, whole)[0] for x in inputs],
+        dtype=(gl.uint8, gl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+    # (pair, warp, row), block, word, byte, half -> (warp, pair, row), (word, half, block, byte)
+    code = gl.join(first, second).reshape([2, 4, 8, 4, 4, 4, 2])
+    code = code.permute((1, 0, 2, 4, 6, 3, 5)).reshape([64, 128])
+    code = code.to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(code, gl.DotOperandLayout(0, product, 4), assert_trivial=True)
+
+
+@gluon.jit
+def _load_tokens(desc, ring, full, empty, tiles, n_tiles, units, K: gl.constexpr,
+                 LEVELS: gl.constexpr):  # fmt: skip
+    """The loading warp: every chunk of every tile of this program."""
+    STAGES: gl.constexpr = ring.type.shape[0]
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    wait_for_inputs()
+    start_next()
+    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
+        tile = index // units
+        if gl.load(tiles + tile * 3) >= 0:
+            begin = gl.load(tiles + tile * 3 + 1) * LEVELS
+            for start in range(0, K, 128):
+                mbarrier.wait(empty.index(slot), phase)
+                ready = full.index(slot)
+                mbarrier.expect(ready, desc.block_type.nbytes)
+                copy_box(desc, [begin, start], ready, ring.index(slot))
+                slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def _multiply(weight, words, ring, full, empty, slot, phase, K: gl.constexpr):
+    """Products [64, columns] of one tile over all of K, and the ring's next slot and phase."""
+    COLUMNS: gl.constexpr = ring.type.shape[1]
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    packed, steps = _load_chunk(weight, words, 0, K)
+    packed1, steps1 = _load_chunk(weight, words, 1, K)
+    acc = gl.zeros([64, COLUMNS], gl.float32, layout=product)
+    for chunk in range(0, (K + 127) // 128):
+        # while this warpgroup unpacks, the tensor cores work for the other
+        a = _unpack(packed, steps, product)
+        packed, steps = packed1, steps1
+        packed1, steps1 = _load_chunk(weight, words, chunk + 2, K)
+        mbarrier.wait(full.index(slot), phase)
+        token = warpgroup_mma(a, ring.index(slot).permute((1, 0)), acc, is_async=True)
+        # nothing may run past this: the next weights take the registers of these
+        acc = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = next_slot(slot, phase, ring.type.shape[0])
+    return acc, slot, phase
+
+
+@gluon.jit
+def _row_scale(words):
+    """As moe_tile.row_scale."""
+    exponent = (words & 3) | (words >> 6 & 12) | (words >> 12 & 48) | (words >> 18 & 192)
+    scale = (gl.maximum(exponent, 1) << 23).to(gl.float32, bitcast=True) * 0.015625
+    return gl.where(exponent == 255, float("nan"), scale)
+
+
+@gluon.jit
+def _activation_position(column):
+    """As moe_tile.activation_position."""
+    within = column % 128
+    return (
+        column // 128 * 128 + within // 8 % 4 * 32 + within // 4 % 2 * 16 + within // 32 * 4
+        + within % 4
+    )  # fmt: skip
+
+
+@gluon.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def _store_gated(acc, words, x_scale, bias, out, group, begin, count, OP: gl.constexpr,
+                 LAST: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """Clamped SwiGLU of [64, tokens] products; codes [P, LEVELS, OP] in the order of columns."""
+    TOKENS: gl.constexpr = acc.type.shape[1]
+    pairs = acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)).reshape([32, TOKENS, 2])
+    gate, up = gl.split(pairs)
+    layout: gl.constexpr = gate.type.layout
+    row = gl.arange(0, 32, gl.SliceLayout(1, layout))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    scale = gl.load(x_scale + begin + token, mask=token < count, other=0.0)[None, :]
+    gate *= _row_scale(gl.load(words + row))[:, None] * scale
+    up *= _row_scale(gl.load(words + row + 32))[:, None] * scale
+    if bias is not None:
+        shift = bias + 2 * (group * 32 + row)
+        gate += gl.load(shift).to(gl.float32)[:, None]
+        up += gl.load(shift + 1).to(gl.float32)[:, None]
+    # a comparison with NaN is false: it passes through
+    gate = gl.where(gate > 7.0, 7.0, gate)
+    up = gl.where(up > 7.0, 7.0, gl.where(up < -7.0, -7.0, up))
+    act = gate * _sigmoid(1.702 * gate) * (up + 1.0)
+    if LEVELS == 2:
+        act = act.to(DTYPE).to(gl.float32)
+    act *= 8.0
+    first = act.to(gl.float8e4nv)
+    # four adjacent codes a thread
+    stored: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    column = group * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
+    rows = (begin + token).to(gl.int64) * (LEVELS * OP)
+    pointers = out + rows[None, :] + _activation_position(column)[:, None]
+    mask = (token < count)[None, :] & (column >= 0)[:, None]
+    gl.store(pointers, gl.convert_layout(first, stored), mask=mask)
+    if LEVELS == 2:
+        second = ((act - first.to(gl.float32)) * 16.0).to(gl.float8e4nv)
+        gl.store(pointers + OP, gl.convert_layout(second, stored), mask=mask)
+    # the last group fills the chunk: what is not written could hold NaN codes
+    if OP != (LAST + 1) * 32:
+        for block in gl.static_range(LAST + 1, OP // 32):
+            pad = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
+            pointers = out + rows[None, :] + _activation_position(pad)[:, None]
+            zero = gl.zeros([32, TOKENS], gl.uint8, layout=stored).to(gl.float8e4nv, bitcast=True)
+            for level in gl.static_range(LEVELS):
+                gl.store(pointers + level * OP, zero, mask=mask & (group == LAST))
+
+
+@gluon.jit
+def _store_rows(acc, words, x_scale, bias, out, group, begin, count, N: gl.constexpr):
+    """out[begin + token, group * 64 + row] of [64, tokens] products, rounded to out's dtype."""
+    TOKENS: gl.constexpr = acc.type.shape[1]
+    acc = acc.reshape([4, 2, 8, TOKENS]).permute((1, 0, 2, 3)).reshape([64, TOKENS])
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    acc *= (_row_scale(gl.load(words + row)) * 0.125)[:, None]
+    if bias is not None:
+        acc += gl.load(bias + group * 64 + row).to(gl.float32)[:, None]
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    column = group * 64 + gl.arange(0, 64, gl.SliceLayout(1, stored))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
+    rows = (begin + token).to(gl.int64) * N
+    mask = (token < count)[None, :] & (column >= 0)[:, None]
+    rounded = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+    gl.store(out + rows[None, :] + column[:, None], rounded, mask=mask)
+
+
+@gluon.jit
+def _consume(ring, full, empty, tensors, tiles, n_tiles, units, N: gl.constexpr, K: gl.constexpr,
+             OP: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr,
+             PART: gl.constexpr):  # fmt: skip
+    """A warpgroup: row group ``2 * unit + PART`` of every tile of this program."""
+    x_scale, weight, weight_scale, bias, out = tensors
+    CHUNKS: gl.constexpr = (K + 127) // 128
+    TOKENS: gl.constexpr = ring.type.shape[1] // LEVELS
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    wait_for_inputs()
+    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
+        tile = index // units
+        expert = gl.load(tiles + tile * 3).to(gl.int64)
+        if expert >= 0:
+            begin = gl.load(tiles + tile * 3 + 1)
+            count = gl.load(tiles + tile * 3 + 2)
+            # of an odd number of groups the last is computed twice: same inputs, same values
+            group = gl.minimum(index % units * 2 + PART, N // 64 - 1)
+            of_group = expert * (N // 64) + group
+            words = weight_scale + of_group * (CHUNKS * 64)
+            acc, slot, phase = _multiply(
+                weight + of_group * (8 * K), words, ring, full, empty, slot, phase, K
+            )
+            if LEVELS == 2:
+                first, second = gl.split(acc.reshape([64, TOKENS, 2]))
+                acc = first + second * 0.0625
+            shift = bias
+            if bias is not None:
+                shift = bias + expert * N
+            if OP is None:
+                _store_rows(acc, words, x_scale, shift, out, group, begin, count, N)
+            else:
+                _store_gated(
+                    acc, words, x_scale, shift, out, group, begin, count, OP, N // 64 - 1, LEVELS,
+                    DTYPE,
+                )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["n_tiles"])
+def _large_kernel(
+    desc, x_scale, weight, weight_scale, bias, out, tiles, n_tiles, N: gl.constexpr,
+    K: gl.constexpr, OP: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Products of sorted rows with w13, gated (OP codes a row), or with w2 (OP None)."""
+    units: gl.constexpr = (N // 64 + 1) // 2
+    ring = gl.allocate_shared_memory(
+        desc.dtype, [STAGES, desc.block_type.shape[0], 128], desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    tensors = (x_scale, weight, weight_scale, bias, out)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (ring, full, empty, tensors, tiles, n_tiles, units, N, K, OP, LEVELS, DTYPE, 0),
+            ),
+            (
+                _consume,
+                (ring, full, empty, tensors, tiles, n_tiles, units, N, K, OP, LEVELS, DTYPE, 1),
+            ),
+            (_load_tokens, (desc, ring, full, empty, tiles, n_tiles, units, K, LEVELS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def large_product(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    routing: Routing,
+    inner: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> None:
+    """Fill ``out``: codes [P, levels, OP] of the gated product, or rows [P, N] of the second.
+
+    Args:
+        codes: e4m3 [P, levels, KP], sorted by expert.
+        x_scale: float32 [P], or None for the static 1/8 of the gated codes.
+        weight: repacked [E, N, K/2].
+        weight_scale: repacked [E, N/64, chunks, 64].
+        bias: [E, N] or None.
+        out: float8_e4m3fn for the first product, half precision for the second.
+        routing: with tiles of ``rows`` tokens.
+        inner: K.
+        dtype: of the model, to which the intermediate is rounded.
+        rows: 64 or 128 with two levels, 128 or 256 with one.
+    """
+    pairs, levels, padded = codes.shape
+    width, n_tiles = weight.shape[1], routing.tiles.shape[0]
+    programs = min(multiprocessors(codes.device), n_tiles * cdiv(width // 64, 2))
+    _large_kernel[(programs,)](
+        descriptor(codes.view(pairs * levels, padded), rows * levels, 128), x_scale,
+        weight.view(torch.int32), weight_scale, bias, out, routing.tiles, n_tiles, N=width, K=inner,
+        OP=out.shape[2] if out.dim() == 3 else None, LEVELS=levels,
+        DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16, STAGES=_STAGES, num_warps=4,
+        **pdl_options(codes.device),
+    )  # fmt: skip

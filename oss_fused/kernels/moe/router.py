@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: MIT
+"""Routing: top-k, softmax, the pairs (token, slot) sorted by expert, and the list of tiles.
+
+Small batches take one launch of one program; larger ones two: each program finds the top-k of its
+BT tokens and counts its pairs per expert, then each places its pairs, knowing everyone's counts.
+Pairs of an expert keep their order (token, then slot), so nothing depends on timing.
+
+The programs that follow the routing programs of the first launch turn the rows of x into e4m3
+codes in the order of moe_tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.moe.config import routing_block
+from oss_fused.kernels.moe.tile import activation_position
+from oss_fused.kernels.numerics import (
+    from_fp8,
+    magnitude_bits,
+    quantize_dynamic,
+    scale_of_amax,
+    to_fp8,
+)
+
+
+class Routing(NamedTuple):
+    """Who computes what; P = T * top_k pairs.
+
+    topk_weights [T, top_k] float32 and topk_ids [T, top_k] int32 (global); order [P] int32 is the
+    pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
+    tiles [M, 3] int32 (local expert or -1, first position, rows); codes [T, levels, KP] e4m3 and
+    scale [T] float32 are x, or None where no x was given.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    order: torch.Tensor
+    place: torch.Tensor
+    tiles: torch.Tensor
+    codes: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
+@triton.jit
+def _topk(
+    logits, weights, ids, expert_map, first, n_tokens, EXPERTS: tl.constexpr, EP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Store weights and ids of BT tokens; return their local expert ids [BT, KP], -1 for none."""
+    token = first + tl.arange(0, BT)
+    column = tl.arange(0, EP)
+    slot = tl.arange(0, KP)
+    live = token < n_tokens
+    mask = live[:, None] & (column < EXPERTS)[None, :]
+    pointers = logits + token.to(tl.int64)[:, None] * EXPERTS + column[None, :]
+    # adding 0 turns -0 into 0, so that bits order like values
+    value = tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32) + 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(value == value, key, 0x7FFFFFFF)
+    # below the key of -inf: never chosen while a real expert is left
+    key = tl.where((column < EXPERTS)[None, :], key, -2147483648)
+    chosen = tl.zeros((BT, KP), tl.int32)
+    values = tl.full((BT, KP), float("-inf"), tl.float32)
+    for i in tl.static_range(K):
+        best = tl.argmax(key, axis=1, tie_break_left=True).to(tl.int32)
+        hit = column[None, :] == best[:, None]
+        picked = tl.sum(tl.where(hit, value, 0.0), 1)
+        chosen = tl.where((slot == i)[None, :], best[:, None], chosen)
+        values = tl.where((slot == i)[None, :], picked[:, None], values)
+        key = tl.where(hit, -2147483648, key)
+    # max drops NaN, the differences bring it back
+    top = tl.max(values, 1)[:, None]
+    exps = tl.exp(values - top)
+    if RENORMALIZE:
+        total = tl.sum(tl.where((slot < K)[None, :], exps, 0.0), 1)
+    else:
+        total = tl.sum(tl.where((column < EXPERTS)[None, :], tl.exp(value - top), 0.0), 1)
+    out = token.to(tl.int64)[:, None] * K + slot[None, :]
+    out_mask = live[:, None] & (slot < K)[None, :]
+    tl.store(weights + out, exps / total[:, None], mask=out_mask)
+    tl.store(ids + out, chosen, mask=out_mask)
+    if expert_map is not None:
+        chosen = tl.load(expert_map + chosen, mask=out_mask, other=-1)
+    return tl.where(out_mask, chosen, -1)
+
+
+@triton.jit
+def _place_pairs(
+    local, base, order, place, first, n_tokens, EP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Store order and place of a block's pairs; ``base`` [EP]: its first position per expert."""
+    expert = local.reshape(BT * KP)
+    pair = tl.arange(0, BT * KP)
+    token = first + pair // KP
+    slot = pair % KP
+    hit = expert[:, None] == tl.arange(0, EP)[None, :]
+    rank = tl.cumsum(hit.to(tl.int32), 0) - 1
+    position = tl.sum(tl.where(hit, rank + base[None, :], 0), 1)
+    live = expert >= 0
+    index = token * K + slot
+    tl.store(order + position, index, mask=live)
+    tl.store(place + index, tl.where(live, position, -1), mask=(slot < K) & (token < n_tokens))
+
+
+@triton.jit
+def _list_tiles(
+    counts, starts, tiles, n_tiles, EP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr
+):
+    """Store (expert, first position, rows) of every tile; unused entries get expert -1."""
+    expert = tl.arange(0, EP)
+    per_expert = (counts + ROWS - 1) // ROWS
+    ends = tl.cumsum(per_expert, 0)
+    for at in range(0, n_tiles, BM):
+        tile = at + tl.arange(0, BM)
+        owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+        hit = expert[None, :] == owner[:, None]
+        nth = tile - tl.sum(tl.where(hit, (ends - per_expert)[None, :], 0), 1)
+        count = tl.sum(tl.where(hit, counts[None, :], 0), 1) - nth * ROWS
+        begin = tl.sum(tl.where(hit, starts[None, :], 0), 1) + nth * ROWS
+        mask = tile < n_tiles
+        tl.store(tiles + tile * 3, tl.where(owner < EP, owner, -1), mask=mask)
+        tl.store(tiles + tile * 3 + 1, begin, mask=mask)
+        tl.store(tiles + tile * 3 + 2, tl.minimum(count, ROWS), mask=mask)
+
+
+@triton.jit
+def _encode_row(
+    x, source, codes, scale, row, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """Codes and scale ``row`` of x's row ``source``; see moe_gemm for what LEVELS means."""
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + source.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
+    amax = tl.max(magnitude_bits(value), 0)
+    position = activation_position(column) if PERMUTE else column
+    target = codes + row.to(tl.int64) * (LEVELS * HP) + position
+    mask = column < HP
+    if LEVELS == 2:
+        # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
+        exponent = tl.maximum(amax >> 23, 8)
+        unit = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+        unit = tl.where(exponent == 255, float("nan"), unit)
+        value = value * ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+        value = tl.where(exponent == 255, 0.0, value)
+        first = to_fp8(value)
+        tl.store(target, first, mask=mask)
+        tl.store(target + HP, to_fp8((value - from_fp8(first)) * 16.0), mask=mask)
+    else:
+        unit = scale_of_amax(amax)
+        tl.store(target, quantize_dynamic(value, tl.div_rn(1.0, unit)), mask=mask)
+    tl.store(scale + row, unit)
+
+
+@triton.jit
+def _route_block(
+    pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
+    EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch."""
+    first = pid * BT
+    local = _topk(
+        logits, weights, ids, expert_map, first, n_tokens, EXPERTS, EP, K, KP, BT, RENORMALIZE
+    )
+    hit = local.reshape(BT * KP)[:, None] == tl.arange(0, EP)[None, :]
+    count = tl.sum(hit.to(tl.int32), 0)
+    if SINGLE:
+        start = tl.cumsum(count, 0) - count
+        _place_pairs(local, start, order, place, first, n_tokens, EP, K, KP, BT)
+        _list_tiles(count, start, tiles, n_tiles, EP, ROWS, 64)
+    else:
+        tl.store(counts + pid * EP + tl.arange(0, EP), count)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
+def _route_kernel(
+    logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
+    n_tokens, n_tiles, EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr,
+    ROWS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    blocks = (n_tokens + BT - 1) // BT
+    start_next()
+    wait_for_inputs()
+    # the outer branch is decided when the kernel is compiled: without x the inner has no type
+    if x is not None:
+        if pid >= blocks:
+            _encode_row(x, pid - blocks, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
+        else:
+            _route_block(
+                pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens,
+                n_tiles, EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
+            )  # fmt: skip
+    else:
+        _route_block(
+            pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
+            EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
+def _place_kernel(
+    ids, expert_map, counts, order, place, tiles, n_tokens, n_tiles,
+    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    blocks = (n_tokens + BT - 1) // BT
+    start_next()
+    wait_for_inputs()
+    expert = tl.arange(0, EP)
+    total = tl.zeros((EP,), tl.int32)
+    before = tl.zeros((EP,), tl.int32)
+    for at in range(0, blocks, 32):
+        block = at + tl.arange(0, 32)
+        part = tl.load(
+            counts + block[:, None] * EP + expert[None, :], mask=(block < blocks)[:, None], other=0
+        )
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where((block < pid)[:, None], part, 0), 0)
+    start = tl.cumsum(total, 0) - total
+    first = pid * BT
+    token = first + tl.arange(0, BT)
+    slot = tl.arange(0, KP)
+    mask = (token < n_tokens)[:, None] & (slot < K)[None, :]
+    local = tl.load(ids + token[:, None] * K + slot[None, :], mask=mask, other=0)
+    if expert_map is not None:
+        local = tl.load(expert_map + local, mask=mask, other=-1)
+    local = tl.where(mask, local, -1)
+    _place_pairs(local, start + before, order, place, first, n_tokens, EP, K, KP, BT)
+    if pid == 0:
+        _list_tiles(total, start, tiles, n_tiles, EP, ROWS, 64)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _encode_kernel(
+    x, order, codes, scale, n_rows, TOP_K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
+    start_next()
+    wait_for_inputs()
+    row = tl.program_id(0)
+    source = row
+    if order is not None:
+        pair = tl.load(order + row)
+        # behind the pairs that are computed here order is not written
+        source = tl.where((pair >= 0) & (pair < n_rows), pair // TOP_K, 0)
+    _encode_row(x, source, codes, scale, row, H, HP, BLOCK, LEVELS, PERMUTE)
+
+
+def encode_rows(
+    x: torch.Tensor,
+    levels: int,
+    permute: bool = True,
+    order: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
+
+    ``permute`` puts the columns into the order of moe_tile; ``order`` [P] of a Routing gives a
+    row for each of its pairs, in that order, from a row of x for each token.
+    """
+    tokens, width = x.shape
+    rows = tokens if order is None else order.shape[0]
+    padded = -(-width // 128) * 128
+    codes = torch.empty(rows, levels, padded, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _encode_kernel[(rows,)](
+            x, order, codes, scale, rows, TOP_K=rows // tokens, H=width, HP=padded,
+            BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+            **pdl_options(x.device),
+        )  # fmt: skip
+    return codes, scale
+
+
+def route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    rows: int,
+    x: torch.Tensor | None = None,
+    levels: int = 2,
+    permute: bool = True,
+) -> Routing:
+    """Route T >= 1 tokens, list tiles of up to ``rows`` pairs, encode the rows of ``x``.
+
+    ``experts`` are those of this rank, the ones ``expert_map`` maps to.
+    """
+    router_logits = router_logits.contiguous()
+    tokens, global_experts = router_logits.shape
+    pairs = tokens * top_k
+    device = router_logits.device
+    n_tiles = max(1, min(pairs, experts + pairs // rows))
+    # every part starts at 16 bytes: Triton compiles anew for a pointer that does not
+    part = -(-pairs // 4) * 4
+    integers = torch.empty(3 * part + 3 * n_tiles, dtype=torch.int32, device=device)
+    ids, order, place = (integers[i * part : i * part + pairs] for i in range(3))
+    tiles = integers[3 * part :]
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
+    padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
+    padded_k = next_power_of_2(top_k)
+    block, single = routing_block(tokens, global_experts, top_k)
+    blocks = cdiv(tokens, block)
+    counts = None
+    if not single:
+        counts = torch.empty(blocks, padded_experts, dtype=torch.int32, device=device)
+    codes = scale = None
+    width = padded = 128
+    if x is not None:
+        x = x.contiguous()
+        width = x.shape[1]
+        padded = -(-width // 128) * 128
+        codes = torch.empty(tokens, levels, padded, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(tokens, dtype=torch.float32, device=device)
+    options = pdl_options(device)
+    _route_kernel[(blocks + (0 if x is None else tokens),)](
+        router_logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
+        tokens, n_tiles, EXPERTS=global_experts, EP=padded_experts, K=top_k, KP=padded_k, BT=block,
+        RENORMALIZE=renormalize, SINGLE=single, ROWS=rows, H=width, HP=padded,
+        BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+        **options,
+    )  # fmt: skip
+    if not single:
+        _place_kernel[(blocks,)](
+            ids, expert_map, counts, order, place, tiles, tokens, n_tiles, EP=padded_experts,
+            K=top_k, KP=padded_k, BT=block, ROWS=rows, num_warps=4, **options,
+        )  # fmt: skip
+    return Routing(
+        weights, ids.view(tokens, top_k), order, place, tiles.view(n_tiles, 3), codes, scale
+    )
+
+
+def moe_route(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the top-k experts; see kernels/moe for the contract."""
+    if router_logits.shape[0] == 0:
+        shape = (0, top_k)
+        return router_logits.new_empty(shape, dtype=torch.float32), router_logits.new_empty(
+            shape, dtype=torch.int32
+        )
+    routing = route(router_logits, top_k, renormalize, None, router_logits.shape[1], 16)
+    return routing.topk_weights, routing.topk_ids

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""Residual add, RMSNorm and the router's product in one launch.
+
+A program takes one token and a few experts. It asks for their router weights, where the caller
+allows it before it waits for the kernel that makes x, computes the norm of the whole row (programs
+of a token repeat that: the row is 12 KB of L2) and its experts' logits. Above a few tokens
+repeating costs more than a second launch: then the norm is this kernel without experts, and the
+product is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.moe.config import router_part
+from oss_fused.kernels.numerics import round_to
+
+
+@triton.jit
+def _add_rms_norm_router_kernel(
+    x, residual, weight, gate, gate_bias, normed, residual_out, logits, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * H
+    part = tl.program_id(1)
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    mask = column < H
+    wait_unless(PREFETCH)
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if gate is not None:
+        expert = part * PART + tl.arange(0, PART)
+        live = expert < EXPERTS
+        gate_mask = live[:, None] & mask[None, :]
+        rows = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
+    start_next()
+    wait_for_inputs()
+    hidden = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        hidden += tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
+        hidden = round_to(hidden, dtype).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / H + eps)
+    y = round_to(round_to(hidden * rstd, dtype).to(tl.float32) * gain, dtype)
+    if part == 0:
+        tl.store(residual_out + row + column, hidden.to(dtype), mask=mask)
+        tl.store(normed + row + column, y, mask=mask)
+    if gate is not None:
+        logit = tl.sum(rows.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+        if gate_bias is not None:
+            logit += tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
+        target = logits + tl.program_id(0).to(tl.int64) * EXPERTS + expert
+        tl.store(target, round_to(logit, dtype), mask=live)
+
+
+def add_rms_norm_router(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normed rows, new residual and router logits; see kernels/moe for the contract."""
+    tokens, hidden = x.shape
+    experts = gate.shape[0]
+    x, gate = x.contiguous(), gate.contiguous()
+    normed, residual_out = torch.empty_like(x), torch.empty_like(x)
+    part = router_part(tokens)
+    if tokens:
+        logits = x.new_empty(tokens, experts)
+        block = next_power_of_2(hidden)
+        parts = 1 if part is None else cdiv(experts, part)
+        _add_rms_norm_router_kernel[(tokens, parts)](
+            x, None if residual is None else residual.contiguous(), weight,
+            gate if part else None, gate_bias if part else None, normed, residual_out, logits,
+            eps, H=hidden, BLOCK=block, EXPERTS=experts, PART=part or 8,
+            PREFETCH=prefetch_weights, num_warps=min(max(block // 512, 1), 16),
+            **pdl_options(x.device),
+        )  # fmt: skip
+    if not (part and tokens):
+        logits = F.linear(normed, gate, gate_bias)
+    return normed, residual_out, logits

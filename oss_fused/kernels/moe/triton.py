@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: MIT
+"""MXFP4 experts on a GPU: route, gate and up, down, combine; which tiles a batch gets."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
+from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
+from oss_fused.kernels.moe.gemm import _down_kernel, _gate_up_kernel
+from oss_fused.kernels.moe.reference import uses_fp8_activations
+from oss_fused.kernels.moe.router import Routing, encode_rows, route
+from oss_fused.kernels.numerics import round_to
+
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
+    """Kernel arguments for a tile; ``groups``: the 64-row groups that the weight has."""
+    taken = min(tile.groups, 1 << (groups.bit_length() - 1))
+    warpgroups = min(tile.warpgroups, taken)
+    return {
+        "GROUPS": taken, "DEPTH": tile.depth, "STAGES": tile.stages, "WARPGROUPS": warpgroups,
+        "num_warps": 4 * warpgroups,
+    }  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_pairs"])
+def _combine_kernel(
+    y, weights, place, out, n_pairs, TOP_K: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over slots, in their order, of weight * (sum of y's shares at place)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < N
+    start_next()
+    wait_for_inputs()
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(place + token * TOP_K + slot)
+        part = tl.zeros((BLOCK,), tl.float32)
+        for share in tl.static_range(SHARES):
+            y_row = (share * n_pairs + tl.maximum(row, 0)).to(tl.int64) * N
+            part += tl.load(y + y_row + column, mask=mask, other=0.0).to(tl.float32)
+        part *= tl.load(weights + token * TOP_K + slot)
+        # an expert that is not here adds nothing, whatever its weight or memory hold
+        acc += tl.where(row >= 0, part, 0.0)
+    tl.store(out + token * N + column, round_to(acc, out.dtype.element_ty), mask=mask)
+
+
+def moe_mxfp4(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    activation: str = "swigluoai",
+    fp8_min_tokens: int = -1,
+    prefetch_weights: bool = False,
+    config: MoEConfig | None = None,
+) -> torch.Tensor:
+    """MXFP4 experts; see kernels/moe for the contract. ``config`` overrides the choice of tiles."""
+    check_dtype("x", x, HALF_DTYPES)
+    tokens, hidden = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if tokens == 0:
+        return out
+    experts, rows13, _ = w13.shape
+    fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
+    if config is None:
+        gluon = activation == "swigluoai" and runs_gluon(x.device)
+        config = choose_config(tokens * top_k, experts, fp8, gluon)
+    levels = 1 if fp8 else 2
+    routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
+    act, act_scale = gate_up(
+        routing, w13, w13_scale, w13_bias, hidden, top_k, activation, x.dtype, levels, config
+    )
+    y_dtype = x.dtype if fp8 or config.large else torch.float32
+    y = down(
+        routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config,
+        prefetch_weights,
+    )  # fmt: skip
+    return combine(routing, y, out)
+
+
+def encode(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    levels: int,
+    config: MoEConfig,
+) -> Routing:
+    """Routing, and x as codes: a row a token, for many tokens one for each sorted pair."""
+    given = None if config.large else x
+    routing = route(
+        router_logits, top_k, renormalize, expert_map, experts, config.rows, given, levels
+    )
+    if config.large:
+        codes, scale = encode_rows(x.contiguous(), levels, order=routing.order)
+        routing = routing._replace(codes=codes, scale=scale)
+    return routing
+
+
+def gate_up(
+    routing: Routing,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    hidden: int,
+    top_k: int,
+    activation: str,
+    dtype: torch.dtype,
+    levels: int,
+    config: MoEConfig,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The intermediate of sorted pairs: codes [P, levels, IP] and their scales (None: 1/8)."""
+    assert routing.codes is not None and routing.scale is not None
+    pairs, rows = routing.order.shape[0], w13.shape[1]
+    width = rows // 2
+    padded = -(-width // 128) * 128
+    silu = activation == "silu"
+    if silu:
+        act = torch.empty(pairs, width, dtype=dtype, device=w13.device)
+    else:
+        shape = (pairs, levels, padded)
+        act = torch.empty(shape, dtype=torch.float8_e4m3fn, device=w13.device)
+    if config.large:
+        from oss_fused.kernels.moe.large import large_product
+
+        codes = (routing.codes, routing.scale)
+        large_product(*codes, w13, w13_scale, w13_bias, act, routing, hidden, dtype, config.rows)
+        return act, None
+    options = _tile_options(config.gate_up, rows // 64)
+    _gate_up_kernel[(cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
+        routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
+        top_k=top_k, N=rows, K=hidden, KP=routing.codes.shape[2], OP=padded, ROWS=config.rows,
+        LEVELS=levels, SILU=silu, PROMOTE=config.promote, DTYPE=_TRITON_DTYPES[dtype],
+        **options, **pdl_options(w13.device),
+    )  # fmt: skip
+    if silu:
+        # unbounded, so each row needs its own scale: known only when the row is complete
+        return encode_rows(act, levels)
+    return act, None
+
+
+def down(
+    routing: Routing,
+    act: torch.Tensor,
+    act_scale: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    inter: int,
+    y_dtype: torch.dtype,
+    config: MoEConfig,
+    prefetch_weights: bool,
+) -> torch.Tensor:
+    """w2 of sorted pairs plus bias, in shares to be added: [shares, P, H]."""
+    pairs, levels, padded = act.shape
+    hidden = w2.shape[1]
+    y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
+    if config.large:
+        from oss_fused.kernels.moe.large import large_product
+
+        large_product(act, None, w2, w2_scale, w2_bias, y[0], routing, inter, y_dtype, config.rows)
+        return y
+    options = _tile_options(config.down, hidden // 64)
+    units = cdiv(hidden // 64, options["GROUPS"])
+    _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
+        act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
+        KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
+        SHARES=config.down.shares, PREFETCH=prefetch_weights, **options, **pdl_options(w2.device),
+    )  # fmt: skip
+    return y
+
+
+def combine(routing: Routing, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the slots of every token, into ``out`` [T, H]."""
+    shares, pairs, hidden = y.shape
+    tokens, top_k = routing.topk_ids.shape
+    block = min(1024, next_power_of_2(hidden))
+    _combine_kernel[(tokens, cdiv(hidden, block))](
+        y, routing.topk_weights, routing.place, out, pairs, TOP_K=top_k, N=hidden, SHARES=shares,
+        BLOCK=block, num_warps=4, **pdl_options(out.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: MIT
+"""``add_rms_norm_quant``: residual add, RMSNorm and FP8 quantisation in one launch.
+
+x, residual [..., H], weight [H]: ``residual_out = x + residual`` (a copy of x without residual),
+``normed = rms_norm(residual_out) * weight`` rounded to x.dtype where vLLM rounds, and
+``q, scale = quantize_fp8(normed)``, per token, or static where ``scale`` [1] is given.
+With ``write_normed=False`` the normed rows are not written and ``normed`` is empty.
+``prefetch_weights`` is fp8_gemm's (kernels/gemm), for ``weight``.
+"""
+
+from __future__ import annotations
+
+from oss_fused.kernels.checks import FLOAT_DTYPES
+from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.norm import reference
+from oss_fused.kernels.op import declare
+
+declare(
+    reference.add_rms_norm_quant,
+    {
+        "x": Operand("... H", *FLOAT_DTYPES),
+        "residual": Operand("... H", like="x"),
+        "weight": Operand("H", *FLOAT_DTYPES),
+        "scale": Scale(),
+    },
+    {"triton": "triton", "cuda": "cuda"},
+    example={"...": (7,), "H": 128, "eps": 1e-5, "scale": None},
+)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""Residual add + RMSNorm + FP8 quantisation in one pass over the row.
+
+h = round(x + residual); y = round(round(h * rsqrt(mean(h^2) + eps)) * weight), rounded to
+x.dtype where round() stands; q, scale = quantise(y). One CTA a row, the row stays in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.checks import FP8, as_rows
+from oss_fused.kernels.integers import next_power_of_2
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.numerics import (
+    magnitude_bits,
+    quantize_dynamic,
+    quantize_static,
+    round_to,
+    scale_of_amax,
+)
+
+_MAX_HIDDEN = 32768
+
+
+@triton.jit
+def _add_rms_norm_quant_kernel(
+    x,
+    residual,
+    weight,
+    static_scale,
+    q,
+    scale,
+    residual_out,
+    normed,
+    stride_x,
+    stride_r,
+    n_cols,
+    eps,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+    WRITE_NORMED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x.dtype.element_ty
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    wait_unless(PREFETCH)
+    gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    start_next()
+    wait_for_inputs()
+    hidden = tl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+        hidden = round_to(hidden, dtype).to(tl.float32)
+    tl.store(residual_out + row * n_cols + cols, hidden.to(dtype), mask=mask)
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / n_cols + eps)
+    y = round_to(hidden * rstd, dtype).to(tl.float32) * gain
+    y = round_to(y, dtype)
+    if WRITE_NORMED:
+        tl.store(normed + row * n_cols + cols, y, mask=mask)
+    y = y.to(tl.float32)
+    if STATIC:
+        row_scale = tl.load(static_scale)
+        codes = quantize_static(y, tl.div_rn(1.0, row_scale))
+        tl.store(scale, row_scale, mask=row == 0)
+    else:
+        row_scale = scale_of_amax(tl.max(magnitude_bits(y), 0))
+        codes = quantize_dynamic(y, tl.div_rn(1.0, row_scale))
+        tl.store(scale + row, row_scale)
+    tl.store(q + row * n_cols + cols, codes, mask=mask)
+
+
+def add_rms_norm_quant(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    write_normed: bool = True,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale, new residual and normed row; see kernels/norm for the contract."""
+    n_cols = x.shape[-1]
+    if n_cols > _MAX_HIDDEN:
+        raise ShapeMismatchError(
+            f"x.shape={tuple(x.shape)}: expected at most {_MAX_HIDDEN} columns"
+        )
+    rows = as_rows(x)
+    residual_rows = None if residual is None else as_rows(residual)
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape if write_normed else (0,), dtype=x.dtype, device=x.device)
+    scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
+    out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        if scale is not None:
+            out_scale.copy_(scale)
+        return q, out_scale, residual_out, normed
+    block = next_power_of_2(n_cols)
+    _add_rms_norm_quant_kernel[(rows.shape[0],)](
+        rows,
+        residual_rows,
+        weight,
+        scale,
+        q,
+        out_scale,
+        residual_out,
+        normed,
+        rows.stride(0),
+        0 if residual_rows is None else residual_rows.stride(0),
+        n_cols,
+        eps,
+        BLOCK=block,
+        STATIC=scale is not None,
+        WRITE_NORMED=write_normed,
+        PREFETCH=prefetch_weights,
+        num_warps=min(max(block // 1024, 1), 16),
+        **pdl_options(x.device),
+    )
+    return q, out_scale, residual_out, normed

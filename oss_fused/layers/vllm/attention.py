@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: MIT
+"""Decode steps in our attention kernel, everything else in FlashAttention.
+
+A decode batch (one token a sequence) goes to ``torch.ops.oss_fused.decode_attention``: one
+launch instead of FlashAttention 3's three at short context. Prefill and mixed batches, and what
+the kernel does not do (soft cap, ALiBi, context parallelism, prefix-LM masks), stay where they
+were. Metadata, cache layout and cache writes are vLLM's in both cases, so the choice is made
+batch by batch. OSS_FUSED_ATTENTION=vllm turns it off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused import envs
+
+FP8 = torch.float8_e4m3fn
+_SHORT = 2048
+
+
+class OssAttentionImpl(FlashAttentionImpl):
+    """FlashAttention, with decode batches in decode_attention."""
+
+    arrivals: torch.Tensor
+    max_rows: int
+    # rotary embedding and cache write as one kernel, where rope_attention.py set it up
+    rope: Any = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Compile the kernel for every number of splits, so that no request waits for it."""
+        super().process_weights_after_loading(act_dtype)
+        # memory that a sleeping engine gave back holds anything when it wakes and reloads
+        self.arrivals.zero_()
+        _warm_up(self, act_dtype)
+        if self.rope is not None:
+            self.rope.warm_up(act_dtype, self.max_rows)
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention into ``output``; arguments as in FlashAttentionImpl.forward."""
+        if (
+            attn_metadata is None
+            or attn_metadata.max_query_len != 1
+            or attn_metadata.causal is not True
+            or attn_metadata.rswa_prefix_lens is not None
+            or attn_metadata.mm_prefix_query_range_tensor is not None
+            or output_scale is not None
+            or output_block_scale is not None
+        ):
+            return super().forward(
+                *(layer, query, key, value, kv_cache, attn_metadata, output),
+                output_scale=output_scale,
+                output_block_scale=output_block_scale,
+            )
+        rows = attn_metadata.num_actual_tokens
+        quantised = is_quantized_kv_cache(self.kv_cache_dtype)
+        if quantised:
+            kv_cache = kv_cache.view(FP8)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        torch.ops.oss_fused.decode_attention(
+            query[:rows],
+            keys,
+            values,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            output[:rows],
+            self.arrivals,
+            self.scale,
+            self.sliding_window[0] + 1,
+            self.sinks,
+            layer._q_scale if query.dtype == FP8 else None,
+            layer._k_scale if quantised else None,
+            layer._v_scale if quantised else None,
+            # table and lengths are made before the step's first kernel
+            True,
+        )
+        return output
+
+
+def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Give the attention layers of ``model`` that can use it our decode kernel.
+
+    The implementation object changes its class, because vLLM has no hook between a backend and
+    its implementation, and a backend of our own would leave its name's special cases behind.
+    """
+    parallel = vllm_config.parallel_config
+    overlapping = getattr(parallel, "use_ubatching", False)
+    if envs.get("OSS_FUSED_ATTENTION") == "vllm" or overlapping:
+        return
+    # a decode step has one token a sequence; CUDA graphs pad it, at most to this many
+    rows = vllm_config.scheduler_config.max_num_batched_tokens
+    device = next(model.parameters()).device
+    arrivals: dict[int, torch.Tensor] = {}
+    for layer in model.modules():
+        if not isinstance(layer, Attention) or not _fits(layer.impl):
+            continue
+        if _flash_is_faster(layer.impl, vllm_config.model_config.max_model_len):
+            continue
+        layer.impl.__class__ = OssAttentionImpl
+        layer.impl.max_rows = rows
+        # one buffer for all layers: their launches follow one another on one stream
+        size = rows * layer.impl.num_kv_heads
+        if size not in arrivals:
+            arrivals[size] = torch.zeros(size, dtype=torch.int32, device=device)
+        layer.impl.arrivals = arrivals[size]
+        # sleep at level 2 keeps buffers alone
+        layer.register_buffer("oss_arrivals", arrivals[size], persistent=False)
+
+
+def _fits(impl: Any) -> bool:
+    return (
+        type(impl) is FlashAttentionImpl
+        and impl.attn_type == AttentionType.DECODER
+        and impl.alibi_slopes is None
+        and not impl.logits_soft_cap
+        and impl.dcp_world_size == 1
+        and impl.head_size <= 256
+    )
+
+
+def _flash_is_faster(impl: Any, max_model_len: int) -> bool:
+    # large heads in FP8: unpacking them to bf16 costs more than FlashAttention's three launches
+    # from about 1024 positions on. Which of them a step has is not known in a CUDA graph
+    large = is_quantized_kv_cache(impl.kv_cache_dtype) and impl.head_size > 64
+    return large and max_model_len > _SHORT
+
+
+_warm: set[tuple[object, ...]] = set()
+
+
+def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
+    heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
+    quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
+    key = (heads, kv_heads, size, impl.sliding_window, dtype, quantised, impl.sinks is None)
+    if key in _warm:
+        return
+    _warm.add(key)
+    device = impl.arrivals.device
+    cache_dtype = FP8 if quantised else dtype
+    cache = torch.zeros(1, kv_heads, 16, 2 * size, dtype=cache_dtype, device=device)
+    keys, values = cache.transpose(1, 2).split(size, dim=-1)
+    # named: weights load under the model's default dtype
+    one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
+    rows = 1
+    # the number of splits falls with the rows, down to one
+    while rows <= min(1024, impl.max_rows):
+        query = torch.zeros(rows, heads, size, dtype=cache_dtype, device=device)
+        out = torch.empty(rows, heads, size, dtype=dtype, device=device)
+        table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
+        lens = torch.ones(rows, dtype=torch.int32, device=device)
+        torch.ops.oss_fused.decode_attention(
+            *(query, keys, values, table, lens, out, impl.arrivals, impl.scale),
+            *(impl.sliding_window[0] + 1, impl.sinks, one, one, one, True),
+        )
+        rows *= 2

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: MIT
+"""Checks of loaded tensors: what is missing or no number is refused by the name of the tensor."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from oss_fused.errors import CheckpointError
+from oss_fused.quant.patterns import spellings
+
+# fills scales before loading: no scale has this value, so that what is left was not loaded
+MISSING = torch.finfo(torch.float32).min
+
+# what a tensor of numbers may be stored in; FP8 codes and packed bytes mean nothing by themselves
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+_E8M0_NAN = 255
+
+# vLLM's layer -> the checkpoint's linears that are fused into it
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def tensor_name(name: str, part: int, parts: int) -> str:
+    """Name in the checkpoint of part ``part`` of vLLM's fused tensor ``name``."""
+    name = spellings(name)[-1]
+    match = re.match(r"^(.*\.)(\w+)(\.\w+)$", name)
+    if match and parts > 1 and len(PACKED.get(match[2], ())) == parts:
+        return f"{match[1]}{PACKED[match[2]][part]}{match[3]}"
+    return name
+
+
+def check_dtype(name: str, found: torch.dtype, expected: Sequence[torch.dtype]) -> None:
+    """Refuse a tensor of another dtype, which copying into the layer's would cast in silence.
+
+    Args:
+        name: of the tensor in the checkpoint.
+        found: its dtype there.
+        expected: what the layer can take.
+
+    Raises:
+        CheckpointError: names tensor, dtype and what was expected.
+    """
+    if found not in expected:
+        raise CheckpointError(
+            f"{name!r} is {found}; expected {' or '.join(map(str, expected))}, by the checkpoint's "
+            f"quantization_config and the layer's ignore patterns"
+        )
+
+
+def checked_loader(
+    loader: Callable[..., Any], name: str, expected: Sequence[torch.dtype]
+) -> Callable[..., Any]:
+    """A parameter's ``weight_loader`` that looks at the dtype of what it is given.
+
+    Args:
+        loader: vLLM's; a method stays a method of its layer, which reloading looks for.
+        name: of the parameter in vLLM.
+        expected: dtypes that the tensor may have in the checkpoint.
+
+    Returns:
+        A loader with the same signature, which raises CheckpointError for other dtypes.
+    """
+    owner = getattr(loader, "__self__", None)
+    inner = loader.__func__ if isinstance(loader, types.MethodType) else loader
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def load(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        weight = given.get("loaded_weight")
+        if isinstance(weight, torch.Tensor):
+            check_dtype(_part_name(name, owner, given), weight.dtype, expected)
+        return inner(*arguments, **options)
+
+    return load if owner is None else types.MethodType(load, owner)
+
+
+def _part_name(name: str, layer: Any, given: Mapping[str, Any]) -> str:
+    """Name in the checkpoint of the part of ``name`` that a loader's arguments say."""
+    if given.get("expert_id") is not None:
+        parent = name.rpartition(".")[0]
+        linear = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+        }[given["shard_id"]]
+        leaf = given["weight_name"].rpartition(".")[2].partition("_")[2]
+        return f"{spellings(parent)[-1]}.{given['expert_id']}.{linear}.{leaf}"
+    parts = PACKED.get(name.rpartition(".")[0].rpartition(".")[2], ())
+    shard = given.get("loaded_shard_id")
+    if isinstance(shard, str) and f"{shard}_proj" in parts:
+        shard = parts.index(f"{shard}_proj")
+    return tensor_name(name, shard, len(parts)) if isinstance(shard, int) else spellings(name)[-1]
+
+
+def check_scale(name: str, scale: torch.Tensor, widths: Sequence[int]) -> None:
+    """Refuse a scale that is missing, zero, negative or not finite.
+
+    Args:
+        name: of the parameter in vLLM.
+        scale: float32, one value a row.
+        widths: rows of each tensor of the checkpoint that is fused into it.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint, and one bad value.
+    """
+    if bool((scale.isfinite() & (scale > 0)).all()):
+        return
+    for part, rows in enumerate(scale.view(-1).split(list(widths))):
+        bad = rows[~(rows.isfinite() & (rows > 0))]
+        if not bad.numel():
+            continue
+        tensor = tensor_name(name, part, len(widths))
+        if bool((bad == MISSING).any()):
+            raise CheckpointError(
+                f"{tensor!r} is missing from the checkpoint; expected a finite scale above 0"
+            )
+        raise CheckpointError(
+            f"{tensor!r} holds {bad[0].item()} ({bad.numel()} of {rows.numel()} values are bad); "
+            f"expected finite scales above 0: write the checkpoint again with scripts/calibrate.py"
+        )
+
+
+def check_weight(name: str, codes: torch.Tensor, widths: Sequence[int]) -> None:
+    """Refuse FP8 codes that are NaN, which is also what a missing weight is left at.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    bad = (codes.view(torch.uint8) & 0x7F) == 0x7F
+    if not bool(bad.any()):
+        return
+    for part, rows in enumerate(bad.split(list(widths))):
+        if bool(rows.any()):
+            tensor = tensor_name(name, part, len(widths))
+            raise CheckpointError(
+                f"{tensor!r} is missing from the checkpoint, or holds NaN; expected FP8 codes of "
+                f"finite numbers"
+            )
+
+
+def check_finite(name: str, weight: torch.Tensor, widths: Sequence[int] = ()) -> None:
+    """Refuse a tensor with NaN or Inf, which is also what a missing one is left at.
+
+    Args:
+        name: of the parameter in vLLM.
+        weight: [N, ...], of a float dtype.
+        widths: rows of each tensor of the checkpoint that is fused into it; none: it is one.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    if bool(weight.isfinite().all()):
+        return
+    # rows beyond the checkpoint's pad a vocabulary
+    parts = weight.split(list(widths)) if sum(widths) == len(weight) else (weight,)
+    for part, rows in enumerate(parts):
+        if not bool(rows.isfinite().all()):
+            raise CheckpointError(
+                f"{tensor_name(name, part, len(parts))!r} is missing from the checkpoint, or holds "
+                f"NaN or Inf; expected finite numbers"
+            )
+
+
+def check_mxfp4_scale(name: str, scale: torch.Tensor) -> None:
+    """Refuse e8m0 block scales that are NaN.
+
+    Args:
+        name: of vLLM's parameter, ``...experts.w13_weight_scale`` or ``...w2_weight_scale``.
+        scale: uint8.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    if bool((scale == _E8M0_NAN).any()):
+        parent, _, leaf = spellings(name)[-1].rpartition(".")
+        part = "gate_up_proj" if leaf.startswith("w13") else "down_proj"
+        raise CheckpointError(
+            f"'{parent}.{part}_scales' holds {_E8M0_NAN}, the NaN of e8m0; expected finite block "
+            f"scales"
+        )
+
+
+def check_unquantised(layer: Any, prefix: str) -> None:
+    """Refuse a linear layer's 16-bit weight with NaN or Inf, or without one of its parts.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    check_finite(f"{prefix}.weight", layer.weight.data, layer.logical_widths)
+
+
+def check_bias(layer: Any, prefix: str) -> None:
+    """Refuse a linear layer's bias, if it has one, with NaN or Inf, or without one of its parts.
+
+    Raises:
+        CheckpointError: names the tensor of the checkpoint.
+    """
+    bias = layer._parameters.get("bias")
+    if bias is not None:
+        check_finite(f"{prefix}.bias", bias.data, layer.logical_widths)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT
+"""Decoder layers in which a norm or activation and the FP8 quantisation after it are one kernel.
+
+Norm and activation ask the projection that reads their output which quantised form it takes
+(``get_input_quant_key``, which hides it for LoRA) and hand that over; any other projection gets
+the output of vLLM's own norm or activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fusion.quant_activation import (
+    QuantizedActivation,
+    get_input_quant_key,
+)
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+from vllm.model_executor.models.gpt_oss import TransformerBlock
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.mistral import MistralDecoderLayer
+from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
+from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused import envs
+from oss_fused.layers.vllm.experts.choice import norm_and_experts
+
+
+def norm_for(
+    norm: RMSNorm, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
+    """``norm(x + residual)`` in the form that ``reader`` takes, and the new residual.
+
+    Args:
+        norm: the layer's RMSNorm.
+        reader: the linear layer that reads the result.
+        x: [T, H].
+        residual: [T, H], None in the first layer.
+    """
+    key = get_input_quant_key(reader)
+    if key is None:
+        return (norm(x), x) if residual is None else norm(x, residual)
+    dynamic = key == kFp8DynamicTokenSym
+    codes, scale, added, _ = torch.ops.oss_fused.add_rms_norm_quant(
+        x,
+        residual,
+        norm.weight,
+        norm.variance_epsilon,
+        None if dynamic else reader.input_scale,
+        False,
+        prefetch_weights=True,
+    )
+    quantised = QuantizedActivation(
+        data=codes, scale=scale, orig_dtype=x.dtype, orig_shape=x.shape, quant_key=key
+    )
+    return quantised, x if residual is None else added
+
+
+def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+    """Llama's MLP: ``down(silu(gate) * up)``; SiLU, product and quantisation are one kernel."""
+    gate_up, _ = mlp.gate_up_proj(x)
+    key = get_input_quant_key(mlp.down_proj)
+    if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
+        return mlp.down_proj(mlp.act_fn(gate_up))[0]
+    codes, scale = torch.ops.oss_fused.act_mul_quant(gate_up, "silu", None)
+    quantised = QuantizedActivation(
+        data=codes,
+        scale=scale,
+        orig_dtype=gate_up.dtype,
+        orig_shape=codes.shape,
+        quant_key=key,
+    )
+    return mlp.down_proj(quantised)[0]
+
+
+class _FusedNorms:
+    """``forward`` of Llama-style layers: attention and MLP, a norm before each."""
+
+    def forward(
+        self: Any,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = norm_for(
+            self.input_layernorm, self.self_attn.qkv_proj, hidden_states, residual
+        )
+        hidden_states = self.self_attn(positions=positions, hidden_states=x)
+        x, residual = norm_for(
+            self.post_attention_layernorm, self.mlp.gate_up_proj, hidden_states, residual
+        )
+        return gated_mlp(self.mlp, x), residual
+
+
+class OssLlamaDecoderLayer(_FusedNorms, LlamaDecoderLayer):
+    """Llama's layer."""
+
+
+class OssQwen2DecoderLayer(_FusedNorms, Qwen2DecoderLayer):
+    """Qwen2's layer."""
+
+
+class OssQwen3DecoderLayer(_FusedNorms, Qwen3DecoderLayer):
+    """Qwen3's layer."""
+
+
+class OssMistralDecoderLayer(MistralDecoderLayer):
+    """Mistral's layer; one with time-conditioned norms runs as in vLLM."""
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        t_cond: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and MLP, a norm before each."""
+        if self.ada_rms_norm_t_cond is not None:
+            return super().forward(positions, hidden_states, residual, t_cond)
+        return _FusedNorms.forward(self, positions, hidden_states, residual)
+
+
+class OssTransformerBlock(TransformerBlock):
+    """gpt-oss's block; the norm before the experts stays bf16, which the router needs."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and experts, a norm before each."""
+        x, residual = norm_for(self.input_layernorm, self.attn.qkv_proj, hidden_states, residual)
+        hidden_states = self.attn(x, positions)
+        return norm_and_experts(self.post_attention_layernorm, self.mlp, hidden_states, residual)
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaDecoderLayer: OssLlamaDecoderLayer,
+    MistralDecoderLayer: OssMistralDecoderLayer,
+    Qwen2DecoderLayer: OssQwen2DecoderLayer,
+    Qwen3DecoderLayer: OssQwen3DecoderLayer,
+    TransformerBlock: OssTransformerBlock,
+}
+
+
+def fuse_decoder_layers(layers: Iterable[nn.Module]) -> None:
+    """Give each layer that has a fused form its class; the others stay as they are.
+
+    A built layer changes its class rather than being built again: vLLM's model classes name
+    their layer classes in different ways, and the forms differ in ``forward`` alone.
+    """
+    if envs.get("OSS_FUSED_MODELS") == "0":
+        return
+    for layer in layers:
+        fused = _FUSED.get(type(layer))
+        if fused is not None:
+            layer.__class__ = fused

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: MIT
+"""FP8 linear layers and FP8 lm_head of a served model.
+
+Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they are unpacked to
+float32 once, after loading: converting at every call would cost 30 times the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+from vllm.model_executor.utils import replace_parameter
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.layers.vllm.checks import (
+    FLOATS,
+    MISSING,
+    check_bias,
+    check_scale,
+    check_unquantised,
+    check_weight,
+    checked_loader,
+)
+from oss_fused.layers.vllm.reload import CheckedMethod
+from oss_fused.layers.vllm.warmup import max_tokens, warm_linear
+from oss_fused.quant.scheme import QuantizationScheme
+
+FP8 = torch.float8_e4m3fn
+# what --load-format dummy fills scales with: codes of random weights then stay small
+_DUMMY_SCALE = 1.0
+
+
+@register_weight_loader_v2_supported_method
+class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
+    """A linear layer, or lm_head, with FP8 weights."""
+
+    def __init__(self, scheme: QuantizationScheme, calibrated: bool, prefix: str) -> None:
+        """Make the method of one layer.
+
+        Args:
+            scheme: of weights and activations.
+            calibrated: the checkpoint holds codes and scales; else its weights are quantised
+                after loading.
+            prefix: the layer's name, for errors.
+        """
+        self.scheme = scheme
+        self.calibrated = calibrated
+        self.prefix = prefix
+        self.tied = False
+        self.head_is_fed = False
+        # by the monitor's policy: activations stay in 16 bits whatever the scheme says
+        self.exact_inputs = False
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register ``weight`` and, of a calibrated checkpoint, its scales."""
+        loader = extra["weight_loader"]
+        rows = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        layer.oss_max_tokens = max_tokens()
+        self.dtype = params_dtype
+        weight = torch.empty(
+            rows, input_size_per_partition, dtype=FP8 if self.calibrated else params_dtype
+        )
+        layer.register_parameter(
+            "weight",
+            ModelWeightParameter(
+                data=weight,
+                input_dim=1,
+                output_dim=0,
+                weight_loader=self._loader(loader, "weight", FP8 if self.calibrated else None),
+            ),
+        )
+        if self.calibrated:
+            scale = ChannelQuantScaleParameter(
+                data=torch.empty(rows, 1, dtype=torch.float32),
+                output_dim=0,
+                weight_loader=self._loader(loader, "weight_scale", torch.float32),
+            )
+            scale.dummy_weight_value = _DUMMY_SCALE
+            layer.register_parameter("weight_scale", scale)
+            if self.scheme.needs_data:
+                parts = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+                scale = PerTensorScaleParameter(
+                    data=parts, weight_loader=self._loader(loader, "input_scale", torch.float32)
+                )
+                scale.dummy_weight_value = _DUMMY_SCALE
+                layer.register_parameter("input_scale", scale)
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: Any) -> None:
+        """NaN in the weight, MISSING in the scales: neither comes from a good checkpoint."""
+        layer.weight.data.fill_(float("nan"))
+        for name in ("weight_scale", "input_scale"):
+            if name in layer._parameters:
+                layer._parameters[name].data.fill_(MISSING)
+
+    def _loader(self, loader: Any, leaf: str, dtype: torch.dtype | None) -> Any:
+        """``loader`` of that parameter, for tensors of ``dtype`` (None: of any floating point)."""
+        return checked_loader(
+            loader, f"{self.prefix}.{leaf}", FLOATS if dtype is None else (dtype,)
+        )
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Tie a head to the embedding, which itself stays as it is.
+
+        A head that is quantised while loading has a tensor of its own: our model classes load
+        the embedding into both, others share it until it is quantised.
+        """
+        self.tied = True
+        if self.calibrated:
+            # vLLM ties only where the checkpoint has no head of its own: it stays unquantised
+            for name in ("weight_scale", "input_scale"):
+                if name in layer._parameters:
+                    delattr(layer, name)
+            layer.quant_method = UnquantizedEmbeddingMethod()
+        elif self.head_is_fed:
+            return layer
+        return super().tie_weights(layer, embed_tokens)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantise or check the weights, and bring them into the form that the kernels take.
+
+        Raises:
+            CheckpointError: a weight, scale or bias is missing, or no number of its kind.
+        """
+        check_bias(layer, self.prefix)
+        if self.calibrated:
+            _check_loaded(layer, self.prefix)
+            codes, scale = layer.weight.data, layer.weight_scale.data
+        else:
+            check_unquantised(layer, self.prefix)
+            codes, scale = torch.ops.oss_fused.quantize_fp8(layer.weight.data, None, "channel")
+        if not codes.is_cuda:
+            codes = codes.float()
+        replace_parameter(layer, "weight", codes)
+        if self.calibrated:
+            replace_parameter(layer, "weight_scale", scale)
+        else:
+            layer.register_parameter("weight_scale", Parameter(scale, requires_grad=False))
+        if self.scheme.needs_data:
+            # the linears fused into one share their input, and so one scale
+            replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
+        self._advertise(layer)
+        warm_linear(layer, self.apply, self.dtype)
+
+    def _advertise(self, layer: Any) -> None:
+        """Tell producers of activations which quantised form this layer takes."""
+        inputs = self.scheme.input_activations
+        if inputs is None or self.exact_inputs:
+            return
+        if inputs.dynamic:
+            layer._input_quant_key = kFp8DynamicTokenSym
+        elif isinstance(layer, (QKVParallelLinear, MergedColumnParallelLinear)):
+            # not for down_proj: vLLM would fuse its own SiLU kernel, which rounds differently
+            layer._input_quant_key = kFp8StaticTensorSym
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor | QuantizedActivation,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``; x [..., K] in the model's dtype, or quantised already."""
+        if isinstance(x, QuantizedActivation):
+            rows = x.data.view(-1, x.data.shape[-1])
+            scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
+            out = torch.ops.oss_fused.fp8_gemm(
+                rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True
+            )
+            return out.view(*x.orig_shape[:-1], -1)
+        if self.exact_inputs or self.scheme.input_activations is None:
+            return _weight_only(x, layer.weight, layer.weight_scale, bias)
+        input_scale = layer.input_scale if self.scheme.needs_data else None
+        return torch.ops.oss_fused.fp8_linear(
+            x, layer.weight, layer.weight_scale, input_scale, bias, True
+        )
+
+
+def _weight_only(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """W8A16: activations keep their precision, the weight is dequantised at every call."""
+    if weight.dtype == torch.float32:
+        out = torch.nn.functional.linear(x.float(), weight) * scale.view(-1)
+        return (out if bias is None else out + bias).to(x.dtype)
+    dense = torch.ops.oss_fused.dequantize_fp8(weight, scale, x.dtype)
+    return torch.nn.functional.linear(x, dense, bias)
+
+
+def _check_loaded(layer: Any, prefix: str) -> None:
+    scale = layer.weight_scale.data
+    if isinstance(layer, ParallelLMHead):
+        # rows that pad the vocabulary come from no checkpoint
+        used = layer.num_org_embeddings_per_partition
+        scale[used:] = 1.0
+    check_weight(f"{prefix}.weight", layer.weight.data, layer.logical_widths)
+    check_scale(f"{prefix}.weight_scale", scale, layer.logical_widths)
+    if "input_scale" in layer._parameters:
+        check_scale(
+            f"{prefix}.input_scale", layer.input_scale.data, [1] * len(layer.logical_widths)
+        )

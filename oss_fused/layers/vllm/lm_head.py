@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""Logits of small batches from CUDA graphs.
+
+vLLM's graphs end at the last hidden state; the head runs operator by operator. For few rows the
+host needs longer for its launches than the device for its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from oss_fused.kernels.op import observed
+
+# rows up to which a graph is worth the memory of its logits
+MAX_ROWS = 16
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HeadGraphs:
+    """A head's graphs by their rows; a batch takes the smallest that holds it."""
+
+    def __init__(self) -> None:
+        """No graphs yet: every call runs the head itself."""
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+
+    def capture(self, head: Head, sizes: Iterable[int], like: torch.Tensor) -> None:
+        """Record ``head`` for batches of ``sizes`` rows, up to MAX_ROWS.
+
+        Args:
+            head: hidden states [T, H] -> logits [T, vocabulary], on one device alone.
+            sizes: in any order.
+            like: a tensor [..., H] with the device and dtype of hidden states.
+        """
+        below = 0
+        for rows in sorted(size for size in set(sizes) if size <= MAX_ROWS):
+            hidden = like.new_zeros(rows, like.shape[-1])
+            head(hidden)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = head(hidden)
+            self._graphs |= dict.fromkeys(range(below + 1, rows + 1), (graph, hidden, logits))
+            below = rows
+
+    def __call__(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``head(hidden_states)``; from a graph, memory that the next call overwrites."""
+        rows = hidden_states.shape[0]
+        found = self._graphs.get(rows)
+        if found is None or observed():
+            return head(hidden_states)
+        graph, hidden, logits = found
+        hidden[:rows].copy_(hidden_states)
+        graph.replay()
+        return logits[:rows]

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: MIT
+"""Every load after the first: whole and checked, or refused with the old weights in place.
+
+vLLM loads new weights into a running model layer by layer (its package model_loader.reload): it
+swaps a layer's tensors for ones of the checkpoint's shapes, loads, quantises and copies the result
+into the tensors that serve. By itself it serves what a tensor that nobody loaded happens to hold,
+and an error leaves a model without memory. Here
+
+- new memory is marked as missing before it is loaded, as at the first load (``CheckedMethod``);
+- all tensors are saved to host memory first, and come back if one is refused, on all ranks of the
+  model;
+- ``model.load_weights`` on a model that serves is such a load as well, of one call.
+
+reload_weights and the transfer of weights (start_weight_update, update_weights,
+finish_weight_update) arrive here through ``install``. The host memory is that of a rank's weights,
+until the load ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.logger import init_logger
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.reload import inplace, layerwise
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.model_executor.model_loader.utils import record_metadata_for_reloading
+
+from oss_fused.errors import CheckpointError, UnsupportedModelError
+from oss_fused.quant.patterns import spellings
+
+logger = init_logger(__name__)
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+# of a module's attributes, those that hold its tensors
+_HOLDERS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+_sessions: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+_installed = False
+
+
+class CheckedMethod:
+    """What a quantisation method of ours tells a reload; ``prefix`` names its layer."""
+
+    prefix: str
+
+    def mark_missing(self, layer: Any) -> None:
+        """Fill the tensors of ``layer``, so that its processing finds what is not loaded."""
+
+    def check_session(self, layer: Any, loaded: set[str]) -> None:
+        """Refuse a load that ends with only the parameters ``loaded`` of an unprocessed layer.
+
+        Raises:
+            CheckpointError: names the tensor that is missing.
+        """
+        if not loaded:
+            raise CheckpointError(
+                f"no weights came for {spellings(self.prefix)[-1]!r}; expected every tensor of the "
+                f"model"
+            )
+
+
+class CompleteModel:
+    """A model class that knows which tensors it needs; see plugin/models.py."""
+
+    loaded_names: set[str]
+
+    def check_complete(self) -> None:
+        """Refuse a load that left a tensor out.
+
+        Raises:
+            CheckpointError: names the first missing tensors.
+        """
+        raise NotImplementedError
+
+
+class Session:
+    """One load into a model that serves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Save the model.
+
+        Raises:
+            UnsupportedModelError: a layer's kernels keep weights where a reload does not reach.
+        """
+        self.error: Exception | None = None
+        for layer, method in _ours(model):
+            _check_reaches(layer, method)
+        self.states = {module: _State(module) for module in model.modules()}
+        tensors = {id(t): t for m in self.states for t in get_layer_tensors(m).values()}
+        self.saved = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
+        for module in self.states:
+            if isinstance(module, CompleteModel):
+                module.loaded_names = set()
+
+    def load(self, load: Callable[[Weights], set[str]], weights: Weights) -> set[str]:
+        """Load a part; an error waits until the end, where all ranks hear of it."""
+        if self.error is not None:
+            return set()
+        try:
+            return load(weights)
+        except Exception as error:
+            self.roll_back(error)
+            return set()
+
+    def finish(self, finalize: Callable[[], None]) -> None:
+        """Check that all came, and have vLLM process what is left.
+
+        Raises:
+            CheckpointError: this rank or another refused the weights; the model is as before.
+        """
+        if self.error is None:
+            try:
+                self._check()
+                finalize()
+            except Exception as error:
+                self.roll_back(error)
+        if _any_rank(self.error is not None) and self.error is None:
+            self.roll_back(CheckpointError("another rank refused them, see its log"))
+        if self.error is not None:
+            logger.error("oss_fused: new weights were refused: %s", self.error)
+            raise CheckpointError(
+                f"new weights were refused, the model's weights are as before: {self.error}"
+            ) from self.error
+
+    def _check(self) -> None:
+        for module in self.states:
+            if isinstance(module, CompleteModel):
+                module.check_complete()
+            method = getattr(module, "quant_method", None)
+            info = layerwise.get_layerwise_info(module)
+            if isinstance(method, CheckedMethod) and info.can_load():
+                method.check_session(module, {name for name, _ in info.loaded_weights})
+
+    @torch.no_grad()
+    def roll_back(self, error: Exception) -> None:
+        """Bring back modules and tensors as they were."""
+        self.error = error
+        for module, state in self.states.items():
+            state.restore(module)
+            layerwise.get_layerwise_info(module).reset()
+        for tensor, saved in self.saved:
+            tensor.data.copy_(saved)
+            if hasattr(tensor, "weight_loader"):
+                # vLLM wraps the loaders of tensors that it loads in place
+                tensor.weight_loader = layerwise._get_original_loader(tensor)
+        layerwise.LOADING_LAYERS.clear()
+        self.saved.clear()
+
+
+class _State:
+    """What a module and its quantisation method held before a load."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes = dict(vars(module))
+        self.holders = {name: self.attributes[name].copy() for name in _HOLDERS}
+        method = getattr(module, "quant_method", None)
+        self.method = dict(vars(method)) if isinstance(method, CheckedMethod) else None
+
+    def restore(self, module: nn.Module) -> None:
+        _replace(vars(module), self.attributes)
+        for name, held in self.holders.items():
+            # the same object, for whoever keeps it
+            holder = getattr(module, name)
+            holder.clear()
+            holder.update(held)
+        if self.method is not None:
+            _replace(vars(module.quant_method), self.method)
+
+
+def _replace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(before)
+
+
+def _ours(model: nn.Module) -> Iterator[tuple[Any, CheckedMethod]]:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, CheckedMethod):
+            yield module, method
+
+
+def _check_reaches(layer: Any, method: CheckedMethod) -> None:
+    for name in layerwise.get_layerwise_info(layer).restore_metadata[0]:
+        if getattr(layer, name, None) is not None and name not in layer._parameters:
+            raise UnsupportedModelError(
+                f"{method.prefix!r}: the kernels of {type(method).__name__} keep {name!r} in a "
+                f"form of their own, which CUDA graphs would go on reading after a reload; "
+                f"expected OSS_FUSED_EXPERTS=oss, another --moe-backend, or a new engine"
+            )
+
+
+def _any_rank(failed: bool) -> bool:
+    """Whether a rank of this model has failed; every rank asks once a load."""
+    if not parallel_state.model_parallel_is_initialized():
+        return failed
+    flag = torch.tensor([int(failed)])
+    for group in (parallel_state.get_tp_group(), parallel_state.get_pp_group()):
+        if group.world_size > 1:
+            torch.distributed.all_reduce(
+                flag, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group
+            )
+    return bool(flag.item())
+
+
+def _session_of(model: nn.Module) -> Session | None:
+    return next((s for s in list(_sessions.values()) if model in s.states), None)
+
+
+def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
+    """vLLM has built ``model``, or a part of a larger one."""
+    original(model)
+    if any(True for _ in _ours(model)):
+        _mark_biases(model)
+        load: Any = model.load_weights
+        model.load_weights = functools.partial(  # type: ignore[assignment]
+            _load_weights, model, load, get_current_vllm_config()
+        )
+
+
+def _mark_biases(model: nn.Module) -> None:
+    # made after the method's tensors, and loaded in place by a reload
+    for layer, _ in _ours(model):
+        bias = layer._parameters.get("bias")
+        if bias is not None:
+            bias.data.fill_(float("nan"))
+
+
+def _load_weights(
+    model: nn.Module,
+    original: Callable[..., set[str]],
+    vllm_config: VllmConfig,
+    weights: Weights,
+    *args: Any,
+    **kwargs: Any,
+) -> set[str]:
+    def load(weights: Weights) -> set[str]:
+        return original(weights, *args, **kwargs)
+
+    session = _session_of(model)
+    if session is not None:
+        # a part of a larger model is loaded by that
+        return session.load(load, weights) if _sessions.get(model) is session else load(weights)
+    # vLLM's loaders end with model.eval()
+    if model.training:
+        return load(weights)
+    with set_current_vllm_config(vllm_config):
+        _initialize(_originals["initialize"], model)
+        loaded = _sessions[model].load(load, weights)
+        _finalize(_originals["finalize"], model, vllm_config.model_config)
+    return loaded
+
+
+def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None:
+    """A load begins."""
+    if not any(True for _ in _ours(model)):
+        return original(model)
+    _abandon(model)
+    session = Session(model)
+    try:
+        original(model)
+        _mark_biases(model)
+    except BaseException as error:
+        session.roll_back(RuntimeError(error))
+        raise
+    _sessions[model] = session
+
+
+def _finalize(original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """A load ends."""
+    session = _sessions.pop(model, None)
+    if session is None:
+        return original(model, *args, **kwargs)
+    session.finish(functools.partial(original, model, *args, **kwargs))
+
+
+def _abandon(model: nn.Module) -> None:
+    """A load that was never finished has failed."""
+    session = _sessions.pop(model, None)
+    if session is not None and session.error is None:
+        session.roll_back(RuntimeError("the load was not finished"))
+        logger.warning("oss_fused: a load was not finished; the model's weights are as before it")
+
+
+def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
+    """A layer gets memory for weights that have come; it holds anything."""
+    original(layer, info)
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, CheckedMethod):
+        method.mark_missing(layer)
+
+
+def _reset_target(original: Callable[[Any], None], engine: Any) -> None:
+    """vLLM's worker calls this when a transfer has ended, also where it failed."""
+    _abandon(engine.model)
+    original(engine)
+
+
+_originals: dict[str, Callable[..., Any]] = {
+    "initialize": layerwise.initialize_layerwise_reload,
+    "finalize": layerwise.finalize_layerwise_reload,
+}
+
+
+def _wrap(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return run
+
+
+def install() -> None:
+    """Take part in vLLM's loads, once a process; models without our methods load as before."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    begin = _wrap(_initialize, _originals["initialize"])
+    end = _wrap(_finalize, _originals["finalize"])
+    for module in (layerwise, model_loader.reload, inplace):
+        module.initialize_layerwise_reload = begin
+        module.finalize_layerwise_reload = end
+    layerwise.materialize_layer = _wrap(_materialize, layerwise.materialize_layer)
+    model_loader.utils.record_metadata_for_reloading = _wrap(_record, record_metadata_for_reloading)
+    reset: Any = _wrap(_reset_target, WeightTransferEngine.reset_weight_update_target)
+    WeightTransferEngine.reset_weight_update_target = reset

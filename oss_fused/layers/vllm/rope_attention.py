@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: MIT
+"""Attention straight from the fused projection: one kernel rotates q and k and writes the cache.
+
+vLLM runs rotary embedding, the quantisation of q (FP8 cache) and the cache write as kernels of
+their own. Here ``torch.ops.oss_fused.rope_attention`` takes their place and attention's: it finds
+cache and slots where vLLM's attention operator does, in the forward context, so it stands for that
+operator where the graph is split for piecewise CUDA graphs. Norms per head (Qwen3) are part of
+the same kernel. A layer whose embedding, cache or scaling is of another kind stays vLLM's.
+
+Up to FEW_TOKENS the projection itself joins that kernel (``qkv_rope_kv``) where it can. A compiled
+graph cannot choose by batch size, so both operators look at the number of tokens: for few,
+``project_many`` returns memory that nobody reads, and rope_attention takes the codes instead.
+"""
+# no postponed annotations: the operator's schema is read from them
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.attention import (
+    get_attention_context,
+    unified_attention_with_output,
+)
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.gpt_oss import OAIAttention
+from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.mistral import MistralAttention
+from vllm.model_executor.models.qwen2 import Qwen2Attention
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+    is_quantized_kv_cache,
+)
+
+from oss_fused import envs
+from oss_fused.kernels.op import LIBRARY
+from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
+
+_OP = "oss_fused::rope_attention"
+# one kernel from the projection on was measured to be faster up to so many tokens
+FEW_TOKENS = 16
+
+
+def project_many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """fp8_gemm of more than FEW_TOKENS rows; for fewer, memory of the result's shape."""
+    if x.shape[0] <= FEW_TOKENS:
+        return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return torch.ops.oss_fused.fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype, True)
+
+
+def _project_many_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+def rope_attention(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+    codes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Rotate q and k of ``qkv``, write k and v to the cache, attend into ``output``.
+
+    Args:
+        qkv: [T, (heads + 2 kv_heads) * head_dim] as the projection leaves it.
+        positions: [T].
+        output: [T, heads, head_dim].
+        layer_name: of vLLM's attention layer.
+        codes: [T, K], input of the projection where ``qkv`` is project_many's.
+        scale: [T, 1] of the codes.
+    """
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    rows, heads, size = output.shape
+    keys, values = qkv[:, heads * size :].view(rows, 2, layer.num_kv_heads, size).unbind(1)
+    if slots is None:
+        # a profiling run: no cache yet, and attention only fills its output
+        query = torch.empty_like(output)
+    else:
+        few = codes is not None and rows <= FEW_TOKENS
+        projected = (codes, scale) if few else (qkv,)
+        query = layer.impl.rope(layer, projected, positions, cache, slots)
+        query = query.view(rows, heads, size)
+    # keys and values are in the cache: attention looks at their shape alone
+    unified_attention_with_output(query, keys, values, output, layer_name)
+
+
+def _rope_attention_fake(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+    codes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    "project_many", project_many, fake_impl=_project_many_fake, target_lib=LIBRARY
+)
+direct_register_custom_op(
+    "rope_attention",
+    rope_attention,
+    mutates_args=["output"],
+    fake_impl=_rope_attention_fake,
+    target_lib=LIBRARY,
+)
+
+
+class RopeAndCache:
+    """The first half of rope_attention for one attention module; see ``kernels/rope``."""
+
+    def __init__(self, attention: Any) -> None:
+        """Bind to ``attention``: its weights are read at every call, they may be reloaded."""
+        self.attention = attention
+        self.quantise_query = attention.attn.query_quant is not None
+        # a norm per head needs whole heads, which the joined kernel cuts in parts
+        self.joins = not hasattr(attention, "q_norm") and _joined_kernel_takes(attention)
+
+    def __call__(
+        self,
+        layer: Any,
+        projected: tuple[Any, ...],
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write k and v; returns rotated q [T, heads * head_dim], FP8 where attention wants it.
+
+        ``projected`` is (qkv,), or (codes, scale) of what the projection has still to read.
+        """
+        quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
+        if quantised:
+            cache = cache.view(FP8)
+        attention, rope = self.attention, self.attention.rotary_emb
+        q_norm = getattr(attention, "q_norm", None)
+        k_norm = getattr(attention, "k_norm", None)
+        arguments = (
+            *(positions, rope.cos_sin_cache, layer.num_heads, rope.is_neox_style),
+            *cache.transpose(1, 2).split(layer.head_size, dim=-1),
+            slots,
+            layer._k_scale if quantised else None,
+            layer._v_scale if quantised else None,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.variance_epsilon,
+            layer._q_scale if self.quantise_query else None,
+        )
+        if len(projected) == 1:
+            return torch.ops.oss_fused.rope_kv(*projected, *arguments)
+        linear = attention.qkv_proj
+        return torch.ops.oss_fused.qkv_rope_kv(
+            *(projected[0], linear.weight, projected[1], linear.weight_scale, linear.bias),
+            *(rope.cos_sin_cache.dtype, *arguments, True),
+        )
+
+    def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:
+        """Compile for few and for many tokens."""
+        layer = self.attention.attn
+        heads, size = layer.num_kv_heads, layer.head_size
+        device = self.attention.rotary_emb.cos_sin_cache.device
+        quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
+        cache = torch.zeros(
+            *(1, heads, 16, 2 * size), dtype=torch.uint8 if quantised else dtype, device=device
+        )
+        for rows in (1, min(max_rows, 128)):
+            qkv = torch.zeros(
+                rows, (layer.num_heads + 2 * heads) * size, dtype=dtype, device=device
+            )
+            index = torch.zeros(rows, dtype=torch.int64, device=device)
+            self(layer, (qkv,), index, cache, index - 1)
+        linear = self.attention.qkv_proj
+        if not self.joins or getattr(linear, "_input_quant_key", None) != kFp8DynamicTokenSym:
+            return
+        for rows in (1, min(max_rows, FEW_TOKENS)):
+            codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
+            index = torch.zeros(rows, dtype=torch.int64, device=device)
+            # named: weights load under the model's default dtype
+            scale = torch.ones(rows, 1, dtype=torch.float32, device=device)
+            self(layer, (codes, scale), index, cache, index - 1)
+
+
+def _is_token_wise(x: torch.Tensor | QuantizedActivation) -> bool:
+    return isinstance(x, QuantizedActivation) and x.quant_key == kFp8DynamicTokenSym
+
+
+def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch.Tensor:
+    """``o_proj(attention(rope(qkv_proj(hidden_states))))`` of a module that fits."""
+    layer, linear = attention.attn, attention.qkv_proj
+    codes, scale = None, None
+    if layer.impl.rope.joins and _is_token_wise(hidden_states):
+        codes, scale = hidden_states.data, hidden_states.scale
+        qkv = torch.ops.oss_fused.project_many(
+            *(codes, linear.weight, scale, linear.weight_scale, linear.bias),
+            hidden_states.orig_dtype,
+        )
+    else:
+        qkv, _ = linear(hidden_states)
+    output = torch.empty(
+        (qkv.shape[0], layer.num_heads, layer.head_size), dtype=qkv.dtype, device=qkv.device
+    )
+    name = _encode_layer_name(layer.layer_name)
+    torch.ops.oss_fused.rope_attention(qkv, positions, output, name, codes, scale)
+    return attention.o_proj(output.view(qkv.shape[0], -1))[0]
+
+
+class _FromProjection:
+    """``forward`` of Llama-style attention."""
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return attend(self, positions, hidden_states)
+
+
+class OssLlamaAttention(_FromProjection, LlamaAttention):
+    """Llama's attention."""
+
+
+class OssMistralAttention(_FromProjection, MistralAttention):
+    """Mistral's attention."""
+
+
+class OssQwen2Attention(_FromProjection, Qwen2Attention):
+    """Qwen2's attention."""
+
+
+class OssQwen3Attention(_FromProjection, Qwen3Attention):
+    """Qwen3's attention; its norms per head are part of the kernel."""
+
+
+class OssOAIAttention(OAIAttention):
+    """gpt-oss's attention."""
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Projections and attention."""
+        return attend(self, positions, hidden_states)
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaAttention: OssLlamaAttention,
+    MistralAttention: OssMistralAttention,
+    OAIAttention: OssOAIAttention,
+    Qwen2Attention: OssQwen2Attention,
+    Qwen3Attention: OssQwen3Attention,
+}
+
+
+def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Give the attention modules of ``model`` that fit the form with one kernel before attention.
+
+    To be called when their implementations are OssAttentionImpl already (``adopt_attention``).
+    """
+    if envs.get("OSS_FUSED_MODELS") == "0":
+        return
+    dtype = vllm_config.model_config.dtype
+    found = False
+    modules: list[Any] = [m for m in model.modules() if type(m) in _FUSED]
+    for module in modules:
+        if not _fits(module, dtype):
+            continue
+        rope = module.rotary_emb
+        # the precision of vLLM's own kernels, which convert at every call
+        rope.cos_sin_cache = rope.cos_sin_cache.to(dtype)
+        module.attn.impl.rope = RopeAndCache(module)
+        module.__class__ = _FUSED[type(module)]
+        found = True
+    splits = vllm_config.compilation_config.splitting_ops
+    if found and splits and _OP not in splits:
+        splits.append(_OP)
+
+
+def _joined_kernel_takes(attention: Any) -> bool:
+    rope = attention.rotary_emb
+    device = rope.cos_sin_cache.device
+    if device.type != "cuda":
+        return False
+    from oss_fused.kernels.launch import runs_gluon
+
+    if not runs_gluon(device):
+        return False
+    from oss_fused.kernels.qkv.stream import joins
+
+    return joins(device, attention.attn.head_size, rope.rotary_dim, rope.is_neox_style)
+
+
+def _fits(attention: Any, dtype: torch.dtype) -> bool:
+    layer, rope = attention.attn, attention.rotary_emb
+    kind: Any = type(rope)
+    return (
+        type(layer.impl) is OssAttentionImpl
+        and isinstance(rope, RotaryEmbedding)
+        and kind.forward_cuda is RotaryEmbedding.forward_cuda
+        and kind.forward_native is RotaryEmbedding.forward_native
+        and not rope.use_flashinfer
+        and layer.head_size == layer.head_size_v == rope.head_size
+        and layer.kv_sharing_target_layer_name is None
+        and (layer.kv_cache_dtype in ("fp8", "fp8_e4m3") or layer.kv_cache_torch_dtype == dtype)
+        # one scale a tensor
+        and (layer.query_quant is None or layer.query_quant.group_shape.is_per_tensor())
+        and getattr(attention, "qk_norm", True)
+        and not getattr(attention, "do_llama_4_scaling", False)
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""vLLM's methods of layers that stay unquantised, with a look at the dtype of what is loaded.
+
+FP8 codes without their scale would be cast to bf16 and served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import (
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from oss_fused.layers.vllm.checks import FLOATS, check_bias, check_unquantised, checked_loader
+from oss_fused.layers.vllm.reload import CheckedMethod
+
+
+@register_weight_loader_v2_supported_method
+class OssUnquantizedLinearMethod(CheckedMethod, UnquantizedLinearMethod):
+    """A linear layer in the model's dtype, for weights that all came."""
+
+    def __init__(self, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
+        super().__init__()
+        self.prefix = prefix
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *sizes: Any,
+        **extra: Any,
+    ) -> None:
+        """Register vLLM's parameters with a loader that refuses codes."""
+        layer.logical_widths = output_partition_sizes
+        super().create_weights(
+            *(layer, input_size_per_partition, output_partition_sizes, *sizes),
+            **_checked(extra, f"{self.prefix}.weight"),
+        )
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: Any) -> None:
+        """NaN in the weight."""
+        layer.weight.data.fill_(float("nan"))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check the weights; vLLM packs them on a CPU.
+
+        Raises:
+            CheckpointError: a weight or bias is missing, or not finite.
+        """
+        check_bias(layer, self.prefix)
+        check_unquantised(layer, self.prefix)
+        super().process_weights_after_loading(layer)
+
+
+class OssUnquantizedEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """An embedding, or a head, in the model's dtype."""
+
+    def __init__(self, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
+        super().__init__()
+        self.prefix = prefix
+
+    def create_weights(self, layer: Any, *sizes: Any, **extra: Any) -> None:
+        """Register vLLM's parameters with a loader that refuses codes."""
+        super().create_weights(layer, *sizes, **_checked(extra, f"{self.prefix}.weight"))
+
+
+class OssUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
+    """Experts in the model's dtype; not those of gpt-oss, which have a loader of ours."""
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        """Make the method of one layer; ``prefix`` is its name, for errors."""
+        super().__init__(moe)
+        self.prefix = prefix
+
+    def create_weights(self, layer: Any, *sizes: Any, **extra: Any) -> None:
+        """Register vLLM's parameters with a loader that refuses codes."""
+        name = f"{self.prefix}.weight"
+        super().create_weights(layer, *sizes, **_checked(extra, name))
+
+
+def _checked(extra: dict[str, Any], name: str) -> dict[str, Any]:
+    return extra | {"weight_loader": checked_loader(extra["weight_loader"], name, FLOATS)}

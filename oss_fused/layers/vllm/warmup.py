@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""Compile every kernel a layer can need while the model loads, so that no request waits for one.
+
+A kernel is compiled once per bucket of rows (``kernels.tiles.ROW_BUCKETS``) and shape class;
+layers of equal shape share that. Nothing happens on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.tiles import ROW_BUCKETS
+
+# of a temporary output: a head with a large vocabulary never sees that many rows
+_MAX_BYTES = 1 << 30
+
+_done: set[Hashable] = set()
+
+
+def max_tokens() -> int:
+    """Most tokens of one step; to be asked while vLLM builds the model."""
+    return get_current_vllm_config().scheduler_config.max_num_batched_tokens
+
+
+def max_routed_tokens(moe: FusedMoEConfig) -> int:
+    """Most tokens of one step that a rank's experts see: data-parallel ranks gather theirs."""
+    return max_tokens() * moe.dp_size
+
+
+def row_counts(limit: int, row_bytes: int) -> Iterator[int]:
+    """A row count of every bucket that a step of at most ``limit`` tokens can fall into."""
+    below = 0
+    for bucket in ROW_BUCKETS:
+        rows = min(bucket, limit)
+        if rows <= below or rows * row_bytes > _MAX_BYTES:
+            return
+        yield rows
+        below = bucket
+
+
+def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    """Run a loaded FP8 linear layer, and what quantises its input, once per bucket.
+
+    Args:
+        layer: with weight [N, K] and, if a norm may quantise for it, ``_input_quant_key``.
+        apply: the method's ``apply``.
+        dtype: of the model.
+    """
+    weight = layer.weight
+    if not weight.is_cuda:
+        return
+    n, k = weight.shape
+    bias = getattr(layer, "bias", None)
+    static = getattr(layer, "input_scale", None)
+    key = ("linear", n, k, bias is None, static is None, dtype, weight.device)
+    if key in _done:
+        return
+    _done.add(key)
+    gain = torch.ones(k, dtype=dtype, device=weight.device)
+    after_norm = (QKVParallelLinear, MergedColumnParallelLinear)
+    from_norm = hasattr(layer, "_input_quant_key") and isinstance(layer, after_norm)
+    for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
+        x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
+        apply(layer, x, bias)
+        # codes from a norm or an activation: at few rows another kernel than apply's
+        codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
+        torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype, True)
+        if from_norm:
+            for residual in (None, x):
+                torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False, True)
+        if isinstance(layer, RowParallelLinear) and static is None:
+            torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
+
+
+def first_of_each(limit: int, variant: Callable[[int], Hashable]) -> list[int]:
+    """The smallest of the counts 1 .. ``limit`` of each ``variant``, in order."""
+    first: dict[Hashable, int] = {}
+    for count in range(1, limit + 1):
+        first.setdefault(variant(count), count)
+    return list(first.values())
+
+
+def warm_batches(
+    key: Hashable, limit: int, variant: Callable[[int], Hashable], run: Callable[[int], Any]
+) -> None:
+    """Call ``run(tokens)`` for a batch of each variant up to ``limit`` tokens, once a ``key``.
+
+    Args:
+        key: what the kernels are compiled for beside the batch.
+        limit: most tokens of one step.
+        variant: what they are compiled for in a batch of so many tokens.
+        run: runs the layer on that many tokens.
+    """
+    if key in _done:
+        return
+    _done.add(key)
+    for tokens in first_of_each(limit, variant):
+        run(tokens)
+
+
+def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None:
+    """``warm_batches`` of a loaded layer of experts whose method routes by itself.
+
+    Args:
+        method: its ``apply_monolithic`` runs the layer, its ``variant`` tells batches apart.
+        layer: vLLM's RoutedExperts, with w13_weight and w2_weight [E, H, ...].
+        dtype: of the model.
+        limit: most tokens of one step.
+    """
+    weight = layer.w13_weight
+    if not weight.is_cuda:
+        return
+    hidden, experts = layer.w2_weight.shape[1], layer.global_num_experts
+
+    def run(tokens: int) -> None:
+        x = torch.zeros(tokens, hidden, dtype=dtype, device=weight.device)
+        logits = torch.randn(tokens, experts, dtype=dtype, device=weight.device)
+        method.apply_monolithic(layer, x, logits)
+
+    shape, kind = tuple(weight.shape), type(method)
+    # a layer that OSS_FUSED_MONITOR_POLICY keeps exact differs from its neighbours in large batches
+    large = method.variant(layer, limit)
+    key = (kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device, large)
+    warm_batches(key, limit, functools.partial(method.variant, layer), run)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: MIT
+"""The monitor's figures on vLLM's /metrics.
+
+Workers are processes of their own: each writes its figures to a file, and a collector in each API
+server reads the files when it is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.folder import write_json
+
+from oss_fused import envs
+from oss_fused.errors import SchemeError
+
+_DIR = "OSS_FUSED_MONITOR_DIR"
+# field of LayerFigures -> metric and its help
+_COUNTERS = {
+    "tokens": ("oss_fused:monitored_tokens", "Tokens whose activations were looked at"),
+    "nonfinite": ("oss_fused:nonfinite_tokens", "Tokens with NaN or Inf in a layer's input"),
+    "saturated": ("oss_fused:saturated_tokens", "Tokens that reach the limit of a static scale"),
+    "outliers": ("oss_fused:amax_outliers", "Samples whose amax was far above the usual"),
+}
+_AMAX = ("oss_fused:activation_amax", "Largest input magnitude in the last sample")
+_SAMPLES = ("oss_fused:monitor_samples", "Steps that the monitor looked at")
+_EXACT = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations by policy")
+
+
+@dataclass
+class LayerFigures:
+    """What was seen at one layer's input since the start.
+
+    Attributes:
+        tokens: looked at.
+        nonfinite: of them with NaN or Inf.
+        saturated: of them that reach the limit of a static scale; None without such a scale.
+        outliers: samples with an amax far above the usual.
+        amax: largest finite magnitude in the last sample that had one.
+        usual: moving average of amax.
+    """
+
+    tokens: int = 0
+    nonfinite: int = 0
+    saturated: int | None = None
+    outliers: int = 0
+    amax: float | None = None
+    usual: float = 0.0
+
+
+def interval() -> int:
+    """Steps from one sample to the next; 0 if the monitor is off.
+
+    Raises:
+        SchemeError: OSS_FUSED_MONITOR is no such number.
+    """
+    text = envs.get("OSS_FUSED_MONITOR")
+    if not text.isdecimal():
+        raise SchemeError(f"OSS_FUSED_MONITOR={text!r}: expected a number of steps, or 0 for off")
+    return int(text)
+
+
+def share_folder() -> None:
+    """Make the folder that all processes of the server use; in the one that starts the others."""
+    if multiprocessing.parent_process() is not None and envs.get(_DIR):
+        return
+    if envs.get(_DIR):
+        # of a server that has ended: nobody feeds them any more
+        for path in Path(envs.get(_DIR)).glob("rank*.json"):
+            path.unlink(missing_ok=True)
+        return
+    folder = tempfile.mkdtemp(prefix="oss-fused-monitor-")
+    os.environ[_DIR] = folder
+    owner = os.getpid()
+
+    def remove() -> None:
+        # a forked child runs this as well
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+
+
+def write_figures(rank: int, samples: int, exact: int, layers: dict[str, LayerFigures]) -> None:
+    """Replace this rank's file; a reader never sees half of one."""
+    content = {
+        "rank": rank,
+        "samples": samples,
+        "exact": exact,
+        "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
+    }
+    write_json(Path(envs.get(_DIR)) / f"rank{rank}.json", content)
+
+
+def read_figures() -> list[dict[str, Any]]:
+    """The files of all ranks."""
+    figures = []
+    for path in sorted(Path(envs.get(_DIR)).glob("rank*.json")):
+        # a file may go while we look, when the server ends
+        with suppress(FileNotFoundError):
+            figures.append(json.loads(path.read_text()))
+    return figures
+
+
+class Collector:
+    """Prometheus collector of the files."""
+
+    def describe(self) -> list[Any]:
+        """Nothing: names are known when there are figures."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """One family per metric; none before the first sample."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _EXACT)}
+        families: dict[str, Any] = {}
+        for content in read_figures():
+            for (name, meaning), labels, value in _samples(content):
+                if name not in families:
+                    kind = kinds.get(name, CounterMetricFamily)
+                    families[name] = kind(name, meaning, labels=list(labels))
+                families[name].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, str], float]]:
+    """Metric, labels and value of everything in a rank's file; nothing for what was not seen."""
+    rank = {"rank": str(content["rank"])}
+    yield _SAMPLES, rank, content["samples"]
+    yield _EXACT, rank, content["exact"]
+    for layer, figures in content["layers"].items():
+        labels = {"layer": layer, **rank}
+        for field, metric in {"amax": _AMAX, **_COUNTERS}.items():
+            if figures[field] is not None:
+                yield metric, labels, figures[field]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT
+"""The file of layers that are served with 16-bit activations because they misbehaved in FP8.
+
+The monitor adds layers while a server runs; the next start reads them. Not at once: activations
+are quantised inside compiled and captured graphs, which would all have to be made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+from harness.folder import write_json
+
+from oss_fused import envs
+from oss_fused.errors import SchemeError
+
+_KIND = "oss_fused.monitor_policy"
+
+
+def policy_path() -> Path | None:
+    """The file of OSS_FUSED_MONITOR_POLICY, None if it names none."""
+    name = envs.get("OSS_FUSED_MONITOR_POLICY")
+    return Path(name) if name else None
+
+
+def exact_layers() -> dict[str, str]:
+    """Name (as in vLLM's model) -> reason of each layer in the file; empty if there is none.
+
+    Raises:
+        SchemeError: the file is no policy.
+    """
+    path = policy_path()
+    if path is None or not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        layers = content["layers"]
+        if content["kind"] != _KIND or not all(isinstance(v, str) for v in layers.values()):
+            raise ValueError(f"kind={content['kind']!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SchemeError(
+            f"OSS_FUSED_MONITOR_POLICY={str(path)!r}: is no policy of the monitor ({error!r}); "
+            f'expected {{"kind": "{_KIND}", "layers": {{name: reason}}}}'
+        ) from None
+    return dict(layers)
+
+
+def add_layers(layers: dict[str, str]) -> None:
+    """Add ``layers`` to the file; reasons that it has already stay.
+
+    Ranks and servers may do so at once: none loses what another added.
+
+    Raises:
+        OSError: it cannot be written.
+        SchemeError: it holds something else.
+    """
+    path = policy_path()
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # the file itself is replaced, so that the lock lies on one beside it
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = exact_layers()
+        if not layers.keys() <= known.keys():
+            write_json(path, {"kind": _KIND, "layers": layers | known})

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: MIT
+"""Watches the inputs of FP8 layers while a server runs: NaN and Inf, saturation, outliers.
+
+One step of OSS_FUSED_MONITOR is a sample. It runs outside CUDA graphs, so that our operators
+see it; each layer's largest magnitude per token goes into a row of a buffer on the device, the
+buffer is copied to the host behind the step, and a thread evaluates it. All other steps do nothing
+more than count. Every tensor-parallel rank samples the same step.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from oss_fused.errors import OssFusedError
+from oss_fused.kernels.op import set_observer
+from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
+from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.plugin.monitor.watch.metrics import LayerFigures, interval, write_figures
+from oss_fused.plugin.monitor.watch.policy import add_layers, exact_layers, policy_path
+from oss_fused.quant.formats import E4M3
+
+# tokens of a step that are looked at: decode steps whole, prefill steps in part
+_ROWS = 256
+# an amax so many times the usual is an outlier
+_OUTLIER = 8.0
+_MOMENTUM = 0.9
+# share of a sample's tokens at the limit of a static scale that counts as misbehaviour
+_SATURATED = 0.01
+# operator -> position of the weight among its arguments
+_WEIGHT_AT = {"fp8_linear": 1, "fp8_gemm": 1, "qkv_rope_kv": 1, "moe_mxfp4": 2}
+
+logger = init_logger(__name__)
+
+
+class Statistics:
+    """Figures of all layers, sample by sample; knows nothing of devices."""
+
+    def __init__(self, names: list[str], limits: list[float], rank: int, exact: int = 0) -> None:
+        """Start empty.
+
+        Args:
+            names: of the layers, in model order.
+            limits: the magnitude at which each saturates; inf for scales taken while serving.
+            rank: tensor-parallel.
+            exact: layers that run with 16-bit activations by policy.
+        """
+        self.layers = {
+            name: LayerFigures(saturated=None if limit == float("inf") else 0)
+            for name, limit in zip(names, limits)
+        }
+        self.exact = exact
+        # layers that have no form with 16-bit activations
+        self.fp8_only: set[str] = set()
+        self.limits, self.rank = limits, rank
+        self.samples = 0
+        self._warned: set[str] = set()
+
+    def add(self, rows: np.ndarray, counts: list[int]) -> None:
+        """Take a sample in, publish the figures, warn and write the policy where there is cause.
+
+        Args:
+            rows: [layers, rows] largest magnitude of each token, NaN or Inf as they came.
+            counts: tokens seen at each layer.
+        """
+        self.samples += 1
+        faults: dict[str, dict[str, str]] = {"NaN or Inf": {}, "saturation": {}, "outliers": {}}
+        for (name, figures), limit, row, count in zip(
+            self.layers.items(), self.limits, rows, counts
+        ):
+            if count:
+                self._add_layer(name, figures, limit, row[:count], faults)
+        # what follows a NaN is full of it: the first layer is where to look
+        first = dict(list(faults["NaN or Inf"].items())[:1])
+        self._warn(faults)
+        write_figures(self.rank, self.samples, self.exact, self.layers)
+        bad = first | faults["saturation"] | faults["outliers"]
+        bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
+        if bad and policy_path() is not None:
+            add_layers(bad)
+
+    def _add_layer(
+        self,
+        name: str,
+        figures: LayerFigures,
+        limit: float,
+        row: np.ndarray,
+        faults: dict[str, dict[str, str]],
+    ) -> None:
+        finite = row[np.isfinite(row)]
+        lost, full = len(row) - len(finite), int((finite >= limit).sum())
+        figures.tokens += len(row)
+        figures.nonfinite += lost
+        if figures.saturated is not None:
+            figures.saturated += full
+        if lost:
+            faults["NaN or Inf"][name] = f"NaN or Inf in {lost} of {len(row)} tokens"
+        if full > _SATURATED * len(row):
+            faults["saturation"][name] = f"{full} of {len(row)} tokens reach the limit {limit:.4g}"
+        if not len(finite):
+            return
+        figures.amax = float(finite.max())
+        if figures.usual and figures.amax > _OUTLIER * figures.usual:
+            figures.outliers += 1
+            faults["outliers"][name] = f"amax {figures.amax:.4g}, usually {figures.usual:.4g}"
+        weight = _MOMENTUM if figures.usual else 0.0
+        figures.usual = weight * figures.usual + (1 - weight) * figures.amax
+
+    def _warn(self, faults: dict[str, dict[str, str]]) -> None:
+        """One warning a kind of fault, at its first sight."""
+        for kind, layers in faults.items():
+            if not layers or kind in self._warned:
+                continue
+            self._warned.add(kind)
+            name, reason = next(iter(layers.items()))
+            more = f", and {len(layers) - 1} other layers" if len(layers) > 1 else ""
+            remedy = (
+                f"layers listed in {policy_path()} run with 16-bit activations from the next start"
+                if policy_path()
+                else "OSS_FUSED_MONITOR_POLICY=FILE would list such layers, and serve them with "
+                "16-bit activations from the next start"
+            )
+            logger.warning(
+                "oss_fused monitor: %s at the input of %s: %s%s. Counted from here on in "
+                "/metrics (oss_fused:*); %s.",
+                kind,
+                name,
+                reason,
+                more,
+                remedy,
+            )
+
+
+class Monitor:
+    """Takes the samples of one worker.
+
+    Attributes:
+        every: steps from one sample to the next.
+        sampling: the step that runs is a sample.
+        serving: start-up is over; the steps before it are made up.
+    """
+
+    def __init__(self, every: int, rank: int) -> None:
+        """Watch nothing yet."""
+        self.every, self.rank = every, rank
+        self.sampling = self.serving = False
+        self._steps = 0
+        # as the layers were made: what the file gets from now on holds for the next start
+        self._exact = frozenset(exact_layers())
+        self._index: dict[int, int] = {}
+        self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
+
+    def watch(self, model: Any) -> None:
+        """Find the layers of a loaded model; a second call, after a reload, finds them again."""
+        names: list[str] = []
+        limits: list[float] = []
+        fp8_only: set[str] = set()
+        self._index = {}
+        # another engine of this process would get its memory, and be taken for it
+        weakref.finalize(model, self.stop)
+        device = torch.device("cpu")
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, OssFp8LinearMethod):
+                weight = module.weight
+            elif (
+                isinstance(method, (OssMxfp4MoEMethod, OssFp8MoEMethod))
+                and module.w13_weight.is_cuda
+            ):
+                weight = module.w13_weight
+            else:
+                continue
+            self._index[weight.data_ptr()] = len(names)
+            static = getattr(module, "input_scale", None)
+            names.append(method.prefix)
+            if isinstance(method, OssFp8MoEMethod):
+                fp8_only.add(method.prefix)
+            limits.append(float("inf") if static is None else float(static) * E4M3.max)
+            device = weight.device
+        # vLLM loads with another default dtype
+        self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
+        self._counts = [0] * len(names)
+        self.statistics = Statistics(names, limits, self.rank, len(self._exact & set(names)))
+        self.statistics.fp8_only = fp8_only
+
+    def stop(self) -> None:
+        """Watch nothing any more."""
+        self.serving = self.sampling = False
+        self._index = {}
+        set_observer(None)
+
+    def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
+        """Note the magnitudes of an operator's input; see ops.registration.set_observer."""
+        at = _WEIGHT_AT.get(operator)
+        if at is None or (self._rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        index = self._index.get(arguments[at].data_ptr())
+        if index is None:
+            return
+        x = arguments[0]
+        x = x.view(-1, x.shape[-1])[:_ROWS]
+        if x.dtype != torch.float8_e4m3fn:
+            amax = x.abs().amax(-1)
+        elif self.statistics.limits[index] == float("inf"):
+            # each token has a scale of its own, not finite where the token was not
+            amax = arguments[2].view(-1)[:_ROWS] * E4M3.max
+        else:
+            amax = x.float().abs().amax(-1) * arguments[2]
+        self._rows[index, : len(x)] = amax
+        self._counts[index] = len(x)
+
+    def end_step(self) -> None:
+        """After each step: send a sample off, or begin one with the next step."""
+        if not self.serving:
+            return
+        self._steps += 1
+        if self.sampling:
+            self._send()
+        elif self._steps % self.every == 0:
+            self.sampling = True
+            set_observer(self.observe)
+
+    def _send(self) -> None:
+        self.sampling = False
+        set_observer(None)
+        event = None
+        if self._rows.is_cuda:
+            rows = torch.empty(self._rows.shape, dtype=torch.float32, pin_memory=True)
+            rows.copy_(self._rows, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            rows = self._rows.clone()
+        self._queue.put((rows, self._counts, event))
+        self._counts = [0] * len(self._counts)
+
+    def start(self) -> None:
+        """Begin to count steps; evaluate samples in a thread."""
+        if not self.serving:
+            threading.Thread(target=self._evaluate, name="oss-fused-monitor", daemon=True).start()
+        self.serving = True
+
+    def _evaluate(self) -> None:
+        while True:
+            rows, counts, event = self._queue.get()
+            if event is not None:
+                event.synchronize()
+            try:
+                self.statistics.add(rows.numpy(), counts)
+            except (OSError, OssFusedError) as error:
+                logger.warning("oss_fused monitor: figures cannot be written: %s", error)
+
+
+_monitor: Monitor | None = None
+
+
+def current() -> Monitor | None:
+    """The monitor of this process, None if there is none."""
+    return _monitor
+
+
+def install(model: Any, vllm_config: VllmConfig) -> None:
+    """Watch ``model``, which has its weights, if OSS_FUSED_MONITOR says so."""
+    global _monitor
+    every = interval()
+    if not every:
+        return
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        logger.warning("oss_fused monitor: is off with pipeline parallelism")
+        return
+    if _monitor is None or _monitor.every != every:
+        rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        _monitor = Monitor(every, rank)
+    _monitor.watch(model)
+    for name in ("compute_logits", "compute_logits_local"):
+        method = getattr(model, name, None)
+        if method is not None and not hasattr(method, "oss_monitor"):
+            setattr(model, name, _then_end_step(method))
+    _start_after_warm_up(resolve_obj_by_qualname(parallel.worker_cls))
+    if torch.cuda.is_available():
+        _sample_outside_graphs()
+
+
+def _then_end_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of a model that runs once a step, at its end."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if _monitor is not None:
+            _monitor.end_step()
+        return result
+
+    run.oss_monitor = True  # type: ignore[attr-defined]
+    return run
+
+
+def _start_after_warm_up(worker: Any) -> None:
+    warm_up = worker.compile_or_warm_up_model
+    if hasattr(warm_up, "oss_monitor"):
+        return
+
+    @functools.wraps(warm_up)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = warm_up(*args, **kwargs)
+        if _monitor is not None:
+            _monitor.start()
+        return result
+
+    run.oss_monitor = True  # type: ignore[attr-defined]
+    worker.compile_or_warm_up_model = run
+
+
+def _sample_outside_graphs() -> None:
+    """Have vLLM's model runner (V2) run a sample without CUDA graphs."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    manager: Any = cudagraph_utils.ModelCudaGraphManager
+    dispatch = manager.dispatch
+    if hasattr(dispatch, "oss_monitor"):
+        return
+
+    @functools.wraps(dispatch)
+    def choose(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        chosen = dispatch(self, num_reqs, num_tokens, *args, **kwargs)
+        if _monitor is None or not _monitor.sampling:
+            return chosen
+        return cudagraph_utils.BatchExecutionDescriptor(
+            cg_mode=cudagraph_utils.CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            num_active_loras=chosen.num_active_loras,
+            num_ubatches=chosen.num_ubatches,
+        )
+
+    choose.oss_monitor = True  # type: ignore[attr-defined]
+    manager.dispatch = choose

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: MIT
+"""Report of a calibration run: HTML in one file, Markdown with plots, trend file, thresholds.
+
+Its input is calibration.json (quant.record) and, where the result was evaluated, the JSON of
+scripts/evaluate.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness.calibration_page import HTML, MARKDOWN
+from harness.calibration_plots import plots, worst
+from harness.folder import write_json
+from harness.regression import HISTORY_RUNS
+from harness.report import quality_table, table
+from oss_fused.quant.record import CalibrationRecord, LinearRecord
+
+FOLDER = "report"
+_WORST = 10
+_HEADER = (
+    *("linear", "scheme", "weight", "output", "p50", "p90", "p99", "clipped", "KL"),
+    *("bytes before", "after"),
+)
+_LAYER_HEADER = ("layer", "hidden states", "k_scale", "v_scale", "KV cache", "experts' tokens")
+
+
+def figures_of(
+    record: CalibrationRecord, quality: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """The run in a few numbers: what the trend file keeps and thresholds are put on.
+
+    A figure that was not measured is left out. Errors are relative, clip ratios shares.
+    """
+    linears = record.linears
+    found: dict[str, list[float | None]] = {
+        "weight_error_max": [x.weight_error for x in linears],
+        "output_error_max": [x.output_error for x in linears],
+        "error_p99_max": [x.error.p99 if x.error else None for x in linears],
+        "clip_ratio_max": [x.clip_ratio for x in linears],
+        "kl_max": [x.kl for x in linears],
+        "cumulative_error": [x.cumulative_error for x in record.layers[-1:]],
+    }
+    if quality:
+        arms = [arm for text in quality["texts"] for arm in text["candidates"]]
+        found["perplexity_factor_max"] = [arm["perplexity_factor"] for arm in arms]
+    figures = {"size_ratio": record.output_bytes / record.source_bytes}
+    for name, values in found.items():
+        known = [value for value in values if value is not None]
+        if known:
+            figures[name] = max(known)
+    return figures
+
+
+def failures(figures: Mapping[str, float], thresholds: Mapping[str, float]) -> list[str]:
+    """A line for each figure that is above its threshold, or was not measured."""
+    lines = []
+    for name, limit in thresholds.items():
+        value = figures.get(name)
+        if value is None:
+            lines.append(f"{name}: was not measured; its threshold is {limit:.4g}")
+        elif not value <= limit:
+            lines.append(f"{name}: {value:.4g} is above the threshold {limit:.4g}")
+    return lines
+
+
+def load_thresholds(path: Path) -> dict[str, float]:
+    """Read a file of thresholds, ``{"output_error_max": 0.05, ...}``.
+
+    Raises:
+        ValueError: it is something else; names the file.
+    """
+    try:
+        content = json.loads(path.read_text())
+        return {str(name): float(limit) for name, limit in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no thresholds: {error}; expected {{figure: limit}}") from None
+
+
+def append_trend(
+    path: Path, record: CalibrationRecord, figures: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Add a run to the trend file and return the last ones, oldest first.
+
+    Raises:
+        ValueError: the file is something else; names it.
+    """
+    runs = []
+    if path.exists():
+        try:
+            runs = json.loads(path.read_text())["runs"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}: is no trend file; name another") from None
+    run = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": record.model,
+        "scheme": record.scheme,
+        "rounding": record.rounding,
+        "figures": dict(figures),
+    }
+    runs = [*runs, run][-HISTORY_RUNS:]
+    write_json(path, {"kind": "oss_fused.calibration_trend", "runs": runs})
+    return runs
+
+
+def write_report(
+    folder: Path,
+    record: CalibrationRecord,
+    quality: Mapping[str, Any] | None = None,
+    runs: Sequence[Mapping[str, Any]] = (),
+    thresholds: Mapping[str, float] | None = None,
+) -> Path:
+    """Write report.html, report.md and its plots; without matplotlib there are no plots.
+
+    Args:
+        folder: to write to; earlier reports there are replaced.
+        record: of the run.
+        quality: JSON of scripts/evaluate.py.
+        runs: of the trend file.
+        thresholds: on figures of ``figures_of``; what is above one is said at the top.
+
+    Returns:
+        Path of report.html.
+    """
+    from jinja2 import Environment
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = plots(record, runs) if importlib.util.find_spec("matplotlib") else {}
+    files = {name: f"{name.replace(' ', '-')}.png" for name in drawn}
+    for name, png in drawn.items():
+        (folder / files[name]).write_bytes(png)
+    rows = [_cells(linear) for linear in record.linears]
+    worst_rows = [_cells(linear) for linear in worst(record, _WORST)]
+    layers = _layer_rows(record)
+    figures = figures_of(record, quality)
+    values = {
+        "record": record,
+        "lead": _lead(record),
+        "figures": figures,
+        "failures": failures(figures, thresholds or {}),
+        "quality": quality,
+        "header": _HEADER,
+        "rows": rows,
+        "worst": worst_rows,
+        "layer_header": _LAYER_HEADER,
+        "layers": layers,
+    }
+    filters = {"percent": _percent, "short": "{:.4g}".format}
+    pages = {name: Environment(autoescape=name == "html") for name in ("html", "md")}
+    for page in pages.values():
+        page.filters.update(filters)
+    inline = {name: base64.b64encode(png).decode() for name, png in drawn.items()}
+    html = pages["html"].from_string(HTML).render(**values, images=inline)
+    markdown = (
+        pages["md"]
+        .from_string(MARKDOWN)
+        .render(
+            **values,
+            images=files,
+            quality_table=quality_table(quality) if quality else "",
+            table=table(_HEADER, rows),
+            worst_table=table(_HEADER, worst_rows),
+            layer_table=table(_LAYER_HEADER, layers),
+        )
+    )
+    (folder / "report.md").write_text(markdown)
+    (folder / "report.html").write_text(html)
+    return folder / "report.html"
+
+
+def _lead(record: CalibrationRecord) -> str:
+    kept = sum(linear.scheme == "BF16" for linear in record.linears)
+    data = (
+        f"{record.samples} samples, {record.tokens} tokens"
+        if record.samples
+        else "no calibration data"
+    )
+    before, after = record.source_bytes / 1e6, record.output_bytes / 1e6
+    parts = [
+        f"{record.scheme}, rounding {record.rounding}, format {record.format}, {data}",
+        f"{len(record.linears) - kept} of {len(record.linears)} linears in FP8",
+        f"{before:.2f} MB before, {after:.2f} MB after ({after / before:.1%})",
+    ]
+    if record.experts:
+        parts.insert(2, f"experts stored as {record.experts}")
+    return "; ".join(parts) + "."
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _cells(linear: LinearRecord) -> list[str]:
+    error = linear.error
+    spread = [error.p50, error.p90, error.p99] if error else [None] * 3
+    return [
+        linear.name,
+        linear.scheme,
+        _percent(linear.weight_error),
+        _percent(linear.output_error),
+        *map(_percent, spread),
+        _percent(linear.clip_ratio),
+        "" if linear.kl is None else f"{linear.kl:.2g}",
+        f"{linear.bytes_before:,}",
+        f"{linear.bytes_after:,}",
+    ]
+
+
+def _layer_rows(record: CalibrationRecord) -> list[list[str]]:
+    rows = []
+    for layer in record.layers:
+        tokens = layer.expert_tokens
+        scales = ("" if s is None else f"{s:.4g}" for s in (layer.k_scale, layer.v_scale))
+        routed = f"{min(tokens)} to {max(tokens)}" if tokens else ""
+        cache = layer.kv_cache or ""
+        rows.append([str(layer.layer), _percent(layer.cumulative_error), *scales, cache, routed])
+    return rows

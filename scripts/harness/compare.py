@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: MIT
+"""Serves several arms in turn, interleaved, and measures each under the same load."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.load import CLIENT, Cell, LoadClient
+from harness.processes import Terminated
+from harness.server import VLLM_SERVE, Server, check_port, free_port
+
+QUESTION = "What is the capital of France?"
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing to compare: a name, a checkpoint, flags of `vllm serve`, environment variables."""
+
+    name: str
+    model: str
+    flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def parse_arm(text: str) -> Arm:
+    """Read ``NAME=[VARIABLE=VALUE ...] MODEL [FLAGS ...]``, quoted as in a shell.
+
+    Raises:
+        ValueError: no name, no model, or words out of order.
+    """
+    name, equals, rest = text.partition("=")
+    if not equals or not _NAME.fullmatch(name.strip()):
+        raise ValueError(f"arm {text!r}: expected NAME=MODEL [vllm serve flags]")
+    words = shlex.split(rest)
+    environment = []
+    while words and re.match(r"[A-Z][A-Z0-9_]*=", words[0]):
+        variable, _, value = words.pop(0).partition("=")
+        environment.append((variable, value))
+    if not words or words[0].startswith("-"):
+        raise ValueError(f"arm {text!r}: names no model; expected NAME=MODEL [vllm serve flags]")
+    return Arm(name.strip(), words[0], tuple(words[1:]), tuple(environment))
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that is neither a folder nor could be a hub name (``owner/name``).
+
+    Raises:
+        ValueError: it names the model.
+    """
+    local = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if not Path(model).is_dir() and local:
+        raise ValueError(f"model {model}: no such folder")
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """Read ``INPUT:OUTPUT`` tokens.
+
+    Raises:
+        ValueError: not two numbers of at least 1.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128")
+    return int(match[1]), int(match[2])
+
+
+def make_grid(
+    lengths: Sequence[tuple[int, int]], concurrency: Sequence[int], num_prompts: Sequence[int]
+) -> list[Cell]:
+    """Cells for every pair of lengths and concurrency.
+
+    Args:
+        lengths: pairs of input and output tokens.
+        concurrency: numbers of concurrent requests.
+        num_prompts: requests a cell: one number per concurrency, one for all, or none for
+            four times the concurrency and at least 8.
+
+    Raises:
+        ValueError: ``num_prompts`` fits neither way, or something is listed twice.
+    """
+    for name, values in (("concurrency", concurrency), ("lengths", lengths)):
+        if len(set(values)) != len(values):
+            raise ValueError(f"{name} {list(values)}: expected each value once")
+    if not num_prompts:
+        num_prompts = [max(8, 4 * number) for number in concurrency]
+    elif len(num_prompts) == 1:
+        num_prompts = list(num_prompts) * len(concurrency)
+    if len(num_prompts) != len(concurrency):
+        raise ValueError(
+            f"num-prompts {list(num_prompts)}: expected one number, or one per concurrency "
+            f"({len(concurrency)})"
+        )
+    return [
+        Cell(number, inputs, outputs, prompts)
+        for inputs, outputs in lengths
+        for number, prompts in zip(concurrency, num_prompts)
+    ]
+
+
+@dataclass
+class Plan:
+    """A whole comparison.
+
+    Attributes:
+        arms: the first is the baseline.
+        grid: loads, in order.
+        rounds: how often every arm is served, A B A B ...
+        repeats: how often the grid is measured while an arm is up.
+        together: keep all arms' servers up at once and interleave them load by load.
+        gpu: whether the machine has one; decides defaults of flags and environment.
+        serve_flags: flags of `vllm serve` for all arms, before the arm's own.
+        bench_flags: further flags of `vllm bench serve`.
+        port: first port; free ones if None.
+        seed: of the prompts, together with the round, the repeat and the cell.
+        startup_timeout: seconds a server has until it is healthy.
+        serve_command, client_command: programs to run (replaced in tests).
+    """
+
+    arms: Sequence[Arm]
+    grid: Sequence[Cell]
+    rounds: int = 2
+    repeats: int = 1
+    together: bool = False
+    gpu: bool = False
+    serve_flags: Sequence[str] = ()
+    bench_flags: Sequence[str] = ()
+    port: int | None = None
+    seed: int = 0
+    startup_timeout: float = 900.0
+    serve_command: Sequence[str] = VLLM_SERVE
+    client_command: Sequence[str] = CLIENT
+    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
+
+    def flags_of(self, arm: Arm) -> list[str]:
+        """All flags of an arm's server: defaults that neither side sets, common ones, its own."""
+        given = [*self.serve_flags, *arm.flags]
+        flags: list[str] = []
+        longest = max(cell.input_len + cell.output_len for cell in self.grid)
+        # some room for special tokens, the chat template and prompts that are a little too long
+        defaults = {"--max-model-len": str(max(1024, longest + 128))}
+        if self.together and self.gpu:
+            # profiling the free memory goes wrong while the other server loads
+            defaults["--gpu-memory-utilization"] = f"{0.85 / len(self.arms):.2f}"
+            defaults["--kv-cache-memory-bytes"] = "8G"
+        for flag, value in defaults.items():
+            if not _has_flag(given, flag):
+                flags += [flag, value]
+        # the warm-up's prompts are the first ones of the measurement
+        if not _has_flag(given, "--enable-prefix-caching", "--no-enable-prefix-caching"):
+            flags.append("--no-enable-prefix-caching")
+        if not self.gpu and not _has_flag(given, "--enforce-eager", "--no-enforce-eager"):
+            flags.append("--enforce-eager")
+        return flags + given
+
+    def environment_of(self, arm: Arm | None) -> dict[str, str]:
+        """Environment of an arm's server (or the client, for None)."""
+        environment = dict(os.environ)
+        if not self.gpu:
+            environment = CPU_ENVIRONMENT | environment
+        # the servers' memory is read from their log
+        return environment | {"VLLM_LOGGING_LEVEL": "INFO"} | dict(arm.environment if arm else ())
+
+
+def _has_flag(given: Sequence[str], *names: str) -> bool:
+    """Whether any of ``names`` is among the flags, as ``--a-b``, ``--a_b`` or ``--a-b=value``."""
+    said = {word.partition("=")[0].replace("_", "-") for word in given if word.startswith("-")}
+    return not said.isdisjoint(names)
+
+
+def run(
+    plan: Plan, scratch: Path, keep: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Serve and measure everything in ``plan``.
+
+    Servers and client are stopped on every way out, and the ports are checked first.
+
+    Args:
+        plan: what to do.
+        scratch: folder for logs.
+        keep: is given the results so far after every measurement.
+
+    Returns:
+        "arms" (name -> command, model, figures of its memory, chat, start-up times) and
+        "measurements": one dict per arm, cell, round and repeat, with the figures under "figures".
+        Where something ended it before its time, what was measured by then, with the name of the
+        signal or error as "stopped" and its text as "failure".
+
+    Raises:
+        KeyboardInterrupt, Terminated, OssFusedError, OSError: before anything was measured.
+    """
+    ports = [plan.port + i if plan.port is not None else free_port() for i in range(len(plan.arms))]
+    for port in ports:
+        check_port(port)
+    results: dict[str, Any] = {"arms": {}, "measurements": []}
+    try:
+        _measure(plan, ports, scratch, results, keep)
+    except (KeyboardInterrupt, Terminated, Exception) as cause:
+        if not results["measurements"]:
+            raise
+        results |= {"stopped": type(cause).__name__, "failure": str(cause)}
+    return results
+
+
+def _measure(
+    plan: Plan,
+    ports: Sequence[int],
+    scratch: Path,
+    results: dict[str, Any],
+    keep: Callable[[Mapping[str, Any]], None],
+) -> None:
+    with LoadClient(scratch, plan.environment_of(None), plan.client_command) as client:
+        for number in range(plan.rounds):
+            groups = (
+                [list(range(len(plan.arms)))] if plan.together else [[i] for i in range(len(ports))]
+            )
+            for group in groups:
+                with ExitStack() as stack:
+                    servers = [
+                        stack.enter_context(_server(plan, plan.arms[i], ports[i], scratch))
+                        for i in group
+                    ]
+                    _measure_group(plan, client, servers, number, results, keep)
+
+
+def _server(plan: Plan, arm: Arm, port: int, scratch: Path) -> Server:
+    return Server(
+        arm.name,
+        arm.model,
+        plan.flags_of(arm),
+        scratch / f"{arm.name}.log",
+        plan.environment_of(arm),
+        port,
+        plan.serve_command,
+        plan.startup_timeout,
+    )
+
+
+def _measure_group(
+    plan: Plan,
+    client: LoadClient,
+    servers: Sequence[Server],
+    number: int,
+    results: dict[str, Any],
+    keep: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Wait for ``servers``, ask each, and put the grid on them, alternating."""
+    for server in servers:
+        plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: starting")
+        seconds = server.wait_until_healthy()
+        plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: healthy after {seconds:.0f} s")
+        arm = results["arms"].setdefault(server.name, _describe(plan, server))
+        arm["startup_seconds"].append(round(seconds, 1))
+        if "chat" not in arm:
+            arm["chat"] = server.ask(QUESTION)
+            plan.say(f"    {QUESTION} -> {arm['chat']['answer'].strip()[:100]!r}")
+        arm["memory"] |= server.log_figures()
+    for repeat in range(plan.repeats):
+        for position, cell in enumerate(plan.grid):
+            # the same prompts for all arms; other ones for every measurement
+            seed = plan.seed + 1000 * number + 100 * repeat + position
+            # neither arm always goes first
+            for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
+                load_average = os.getloadavg()[0]
+                figures = client.run(server, cell, seed, server.model, extra=plan.bench_flags)
+                results["measurements"].append(
+                    {
+                        "arm": server.name,
+                        "round": number,
+                        "repeat": repeat,
+                        "concurrency": cell.concurrency,
+                        "input_len": cell.input_len,
+                        "output_len": cell.output_len,
+                        "num_prompts": cell.num_prompts,
+                        "load_average": round(load_average, 2),
+                        "figures": figures,
+                    }
+                )
+                keep(results)
+                plan.say(
+                    f"    {server.name:<12} {cell.key:<14} "
+                    f"{figures['output_throughput']:9.1f} tok/s   "
+                    f"TTFT {figures['p50_ttft_ms']:8.1f} ms   TPOT {figures['p50_tpot_ms']:7.2f} ms"
+                )
+    for server in servers:
+        server.check("after the measurement")
+
+
+def _describe(plan: Plan, server: Server) -> dict[str, Any]:
+    arm = next(arm for arm in plan.arms if arm.name == server.name)
+    return {
+        "model": arm.model,
+        "command": server.command,
+        "environment": dict(arm.environment),
+        "memory": {"checkpoint_bytes": checkpoint_bytes(Path(arm.model))},
+        "startup_seconds": [],
+    }
+
+
+def checkpoint_bytes(folder: Path) -> int | None:
+    """Bytes of the safetensors files of a checkpoint folder, None for a hub name."""
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return sum(file.stat().st_size for file in files) or None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""Figures of a decode measurement: the rounds of each load condensed, speed-ups, their names."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from harness.decode import Cell
+
+
+def steady(row: dict[str, Any]) -> bool:
+    """Whether no sample of a measurement is beyond twice, or below half, its median.
+
+    The time stamps are those of the process that reads the tokens. Where it stood still for a
+    moment, tokens queued up and were then read faster than the engine makes them.
+    """
+    median = statistics.median(row["ms"])
+    return all(median / 2 <= value <= 2 * median for value in row["ms"])
+
+
+def condense(
+    measurements: Sequence[dict[str, Any]], candidate: str, baselines: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One dict per cell, in the order measured.
+
+    Measurements that are not ``steady`` are left out, unless a cell has no other of the arm.
+
+    Args:
+        measurements: as ``run`` returns them.
+        candidate: the arm that is compared.
+        baselines: arms of which the faster one counts, cell by cell.
+
+    Returns:
+        Per cell: "batch", "context", "steps", "arms": name -> {"ms": median over rounds of the
+        rounds' medians, "min", "max" (of those medians), "p10", "p90" (of all samples),
+        "distinct", "left_out" (measurements), "steady"}, "baseline" (its name), "speedup" and its
+        lowest and highest over the rounds that count for both arms.
+    """
+    cells: dict[Cell, dict[str, dict[int, dict[str, Any]]]] = {}
+    for row in measurements:
+        arms = cells.setdefault(Cell(row["batch"], row["context"], row["steps"]), {})
+        arms.setdefault(row["arm"], {})[row["round"]] = row
+    condensed = []
+    for cell, measured in cells.items():
+        arms = {
+            name: {number: row for number, row in rounds.items() if steady(row)} or rounds
+            for name, rounds in measured.items()
+        }
+        figures = {
+            name: _figures(list(rounds.values())) | {"left_out": len(measured[name]) - len(rounds)}
+            for name, rounds in arms.items()
+        }
+        best = min(baselines, key=lambda name: figures[name]["ms"])
+        ratios = [
+            statistics.median(arms[best][number]["ms"]) / statistics.median(ours["ms"])
+            for number, ours in arms[candidate].items()
+            if number in arms[best]
+        ] or [figures[best]["ms"] / figures[candidate]["ms"]]
+        condensed.append(
+            {
+                **asdict(cell),
+                "arms": figures,
+                "baseline": best,
+                "speedup": figures[best]["ms"] / figures[candidate]["ms"],
+                "speedup_min": min(ratios),
+                "speedup_max": max(ratios),
+            }
+        )
+    return condensed
+
+
+def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    medians = [statistics.median(row["ms"]) for row in rows]
+    samples = sorted(value for row in rows for value in row["ms"])
+    figures = {
+        "ms": statistics.median(medians),
+        "min": min(medians),
+        "max": max(medians),
+        "p10": samples[int(0.1 * (len(samples) - 1))],
+        "p90": samples[int(0.9 * (len(samples) - 1))],
+        "steady": all(map(steady, rows)),
+    }
+    if "distinct" in rows[0]:
+        figures["distinct"] = min(row["distinct"] for row in rows)
+    return figures
+
+
+def named_speedups(cells: Sequence[dict[str, Any]], model: str) -> dict[str, float]:
+    """``decode.<model>.speedup_b<batch>`` (the lowest of its contexts), ``prefill.<model>...``."""
+    named: dict[str, float] = {}
+    for cell in cells:
+        if cell["steps"]:
+            name = f"decode.{model}.speedup_b{cell['batch']}"
+        else:
+            name = f"prefill.{model}.speedup_{cell['batch'] * cell['context']}"
+        named[name] = min(named.get(name, float("inf")), round(cell["speedup"], 4))
+    return named

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: MIT
+"""Every operation by its declaration: schema, fake, checks, twins of the same signature."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import oss_fused.kernels
+from oss_fused.errors import OssFusedError, SchemeError, ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.checks import FP8
+from oss_fused.kernels.contract import Between, Contract, OneOf, Operand, Scale
+from oss_fused.kernels.op import OPERATIONS, get_kernel
+
+FOLDER = Path(oss_fused.kernels.__file__).parent
+OP_NAMES = sorted(OPERATIONS)
+
+
+def copies(args):
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_the_fake_has_the_shapes_and_dtypes_of_the_result(name, check_op):
+    args = OPERATIONS[name].contract.example()
+    op = getattr(torch.ops.oss_fused, name)
+    if OPERATIONS[name].mutates:
+        tests = ("test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op, copies(args), test_utils=tests)
+    else:
+        check_op(op.default, args)
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_a_fake_stays_general_in_the_number_of_rows(name):
+    """One graph serves every number of tokens: no fake branches on it."""
+    operation = OPERATIONS[name]
+    op = getattr(torch.ops.oss_fused, name)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda *args: op(*args), backend=counter, dynamic=True, fullgraph=True)
+    rows = {"...": (9,), "T": 9, "M": 9, "S": 9}
+    compiled(*copies(operation.contract.example()))
+    if operation.mutates or not rows.keys() & operation.contract.sizes.keys():
+        return
+    lead = operation.contract.sizes.get("...")
+    if lead is not None:
+        rows["..."] = (*lead[:-1], 9)
+    compiled(*operation.contract.example(**{k: v for k, v in rows.items()}))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_every_backend_takes_the_arguments_of_the_reference(name):
+    operation = OPERATIONS[name]
+    expected = list(inspect.signature(operation.reference).parameters)
+    for module in operation.modules.values():
+        file = FOLDER.parent.parent.joinpath(*module.split(".")).with_suffix(".py")
+        definition = next(
+            node
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.ImportFrom)
+            and (
+                getattr(node, "name", None) == name
+                or any(alias.name == name for alias in getattr(node, "names", ()))
+            )
+        )
+        if isinstance(definition, ast.FunctionDef):
+            names = [argument.arg for argument in definition.args.args]
+            assert names[: len(expected)] == expected, module
+
+
+def test_no_schema_is_written_by_hand():
+    for path in FOLDER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "define":
+                assert path.name == "op.py", path
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_a_wrong_argument_is_named(name):
+    """Each tensor with one dimension too many, and with a dtype that nothing takes."""
+    contract = OPERATIONS[name].contract
+    args = contract.example()
+    rules = {n: rule for _, n, rule in contract.rules}
+    for i, (argument, value) in enumerate(zip(contract.names, args)):
+        rule = rules.get(argument)
+        if not isinstance(value, torch.Tensor) or not isinstance(rule, Operand):
+            continue
+        bad = [value.to(torch.complex64)]
+        if not rule.prefix and value.numel() != 1:
+            bad.append(value[..., None].expand(*value.shape, 3))
+        for wrong in bad:
+            changed = (*args[:i], wrong, *args[i + 1 :])
+            # an argument of the same dtype or size may be the one that is named
+            with pytest.raises(OssFusedError, match=rf"^({argument}|\w+)\.(dtype|shape)="):
+                get_kernel("torch", name)(*changed)
+
+
+def contract_of(function, rules, check=None, **example):
+    return Contract(inspect.signature(function).parameters, rules, check, example)
+
+
+def product(a, b, bias=None, kind="x", count=1): ...
+
+
+RULES = {
+    "a": Operand("M K", torch.float32, contiguous=True),
+    "b": Operand("N K", like="a"),
+    "bias": Scale("N"),
+    "kind": OneOf("x", "y"),
+    "count": Between(1, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        (([2, 3], [4, 5]), ShapeMismatchError, r"b.shape=\(4, 5\): expected \[N, K\] with .*K=3"),
+        (([2, 3, 1], [4, 3]), ShapeMismatchError, r"a.shape=\(2, 3, 1\): expected \[M, K\]"),
+        (([2, 3], [4, 3], [5, 1]), ShapeMismatchError, r"bias.shape=\(5, 1\)"),
+        (([2, 3], [4, 3], None, "z"), SchemeError, "kind='z': expected one of x, y"),
+        (([2, 3], [4, 3], None, "x", 5), SchemeError, "count=5: expected 1 to 4"),
+        (([2, 3], [4, 3], None, "x", float("nan")), SchemeError, "count=nan"),
+    ],
+)
+def test_rules(args, error, words):
+    contract = contract_of(product, RULES)
+    values = tuple(torch.zeros(a) if isinstance(a, list) else a for a in args)
+    with pytest.raises(error, match=words):
+        contract.check(values)
+
+
+def test_rules_about_dtype_layout_and_device():
+    contract = contract_of(product, RULES)
+    a, b = torch.zeros(2, 3), torch.zeros(4, 3)
+    contract.check((a, b))
+    contract.check((a, b, torch.ones(1), "y", 4))
+    with pytest.raises(UnsupportedDtypeError, match="a.dtype=torch.float64: expected one of float"):
+        contract.check((a.double(), b))
+    with pytest.raises(UnsupportedDtypeError, match="b.dtype=torch.float16"):
+        contract.check((a, b.half()))
+    with pytest.raises(ShapeMismatchError, match="a.stride"):
+        contract.check((torch.zeros(3, 2).t(), b))
+    with pytest.raises(OssFusedError, match="b.device=meta: expected cpu"):
+        contract.check((a, b.to("meta")))
+    with pytest.raises(TypeError, match="nobody"):
+        contract_of(product, {"nobody": Scale()})
+
+
+def test_an_extra_check_gets_the_arguments_that_it_names():
+    seen = []
+    contract = contract_of(product, RULES, lambda count, b: seen.append((count, b.shape[0])))
+    contract.check((torch.zeros(2, 3), torch.zeros(4, 3)))
+    assert seen == [(1, 4)]
+
+
+def test_codes_may_be_unpacked_on_a_cpu_only():
+    rule = Operand("N K", FP8, cpu=(torch.float32,))
+    rule.check("b", torch.zeros(2, 3), {"device": torch.device("cpu")}, {})
+    with pytest.raises(UnsupportedDtypeError, match="b.dtype=torch.bfloat16"):
+        rule.check("b", torch.zeros(2, 3).bfloat16(), {"device": torch.device("cpu")}, {})
