@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode projections measured by bench_kernels: as served, other ways to join them, vLLM's bf16.
+"""Decode projections measured by bench_kernels: as served, one launch per part, vLLM's bf16.
 
 Weights are prefetched, as the served layers ask for it: nothing writes them while a case is timed.
 """
@@ -31,7 +31,7 @@ def _weights(n: int, k: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tenso
 def _fused_qkv(rows: int, model: str) -> Prepared:
     """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write.
 
-    Served in two launches; "one_launch" and "three_launches" do the same.
+    Served in two launches; "three_launches" does the same.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     dense, codes = _weights(heads.width, hidden)
@@ -51,10 +51,6 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
         return ops.qkv_rope_kv(*args, prefetch_weights=True)
 
-    def one(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        args = (x, residual, gain, EPS, *weight, bias, *rope(cache))
-        return ops.norm_qkv_rope_kv(*args, prefetch_weights=True)[0]
-
     def three(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False, True)
         qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True)
@@ -67,14 +63,17 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         stock.rope_kv(qkv, positions, table, heads.q, *cache, slots)
 
     def error() -> float:
-        args = (x, residual, gain, EPS, *codes[0], bias, *rope(heads.cache(rows)))
-        return relative_error(ours(codes[0]), get_kernel("torch", "norm_qkv_rope_kv")(*args)[0])
+        norm, project = (get_kernel("torch", n) for n in ("add_rms_norm_quant", "qkv_rope_kv"))
+        q, scale, _, _ = norm(x, residual, gain, EPS, None, False)
+        weight, weight_scale = codes[0]
+        options = rope(heads.cache(rows))
+        want = project(q, weight, scale, weight_scale, bias, torch.bfloat16, *options)
+        return relative_error(ours(codes[0]), want)
 
     return Prepared(
         [functools.partial(ours, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in dense],
-            "one_launch": [functools.partial(one, weight) for weight in codes],
             "three_launches": [functools.partial(three, weight) for weight in codes],
         },
         error,
@@ -83,19 +82,11 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 
 
 def _fused_o_proj(rows: int, model: str) -> Prepared:
-    """Output projection + bias + residual add, and the norm behind it.
-
-    Served with the residual added by the norm; "joined" adds it in the projection's launch.
-    """
+    """Output projection + bias, and the norm behind it, which adds the residual."""
     heads, hidden = MODELS[model], HIDDEN[model]
     k = heads.q * heads.dim
     dense, codes = _weights(hidden, k)
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
-
-    def joined(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        added = ops.fp8_linear_add(x, *weight, None, bias, residual, True)
-        ops.add_rms_norm_quant(added, None, gain, EPS, None, False, True)
-        return added
 
     def ours(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         out = ops.fp8_linear(x, *weight, None, bias, True)
@@ -106,14 +97,14 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
         torch.ops._C.fused_add_rms_norm(out, rest, gain, EPS)
 
     def error() -> float:
-        want = get_kernel("torch", "fp8_linear_add")(x, *codes[0], None, bias, residual)
-        return max(relative_error(run(codes[0]), want) for run in (ours, joined))
+        linear = get_kernel("torch", "fp8_linear")
+        want = linear(x, *codes[0], None, bias) + residual
+        return relative_error(ours(codes[0]), want)
 
     return Prepared(
         [functools.partial(ours, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, weight, residual.clone()) for weight in dense],
-            "joined": [functools.partial(joined, weight) for weight in codes],
         },
         error,
         _TOLERANCE,

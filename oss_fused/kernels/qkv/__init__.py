@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""``qkv_rope_kv``, ``norm_qkv_rope_kv``, ``fp8_linear_add``: decode projections.
+"""``qkv_rope_kv``: the QKV projection of a decode step, rotated and written to the cache.
 
-qkv_rope_kv: ``rope_kv(fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype), ...)``: x
-[T, K] FP8 codes with x_scale [T, 1] or [1], weight [(num_heads + 2 kv_heads) * head_dim, K] FP8;
-the arguments from ``positions`` on are rope_kv's (kernels/rope). Returns the rotated q.
+``rope_kv(fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype), ...)``: x [T, K] FP8 codes
+with x_scale [T, 1] or [1], weight [(num_heads + 2 kv_heads) * head_dim, K] FP8; the arguments from
+``positions`` on are rope_kv's (kernels/rope). Returns the rotated q
+[T, num_heads * head_dim]. ``prefetch_weights`` is fp8_gemm's (kernels/gemm).
 
-norm_qkv_rope_kv: the same of ``add_rms_norm_quant(x, residual, gain, norm_eps, None)``, x and
-residual [T, K] in the model's dtype. Returns the rotated q and ``x + residual``.
-
-fp8_linear_add: ``fp8_linear(x, weight, weight_scale, input_scale, bias) + residual``, both
-rounded to x's dtype; residual [..., N].
-
-On a Hopper GPU they are one launch for few tokens: qkv_rope_kv up to 16 (head_dim a multiple of
-64, rotated whole and in NeoX pairs, no norm per head), the others up to 4; otherwise the kernels
-of their parts. The result is that of the parts; a sum of products may be rounded in another order.
-``prefetch_weights`` is fp8_gemm's (kernels/gemm).
+On a Hopper GPU this is one launch for at most 16 tokens, where head_dim is a multiple of 64,
+rotated whole and in NeoX pairs, without a norm per head. Otherwise the kernels of the two parts
+run. The result is that of the parts; a sum of products may be rounded in another order.
 """
 
 from __future__ import annotations

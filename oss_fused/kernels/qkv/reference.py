@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Decode projection: [norm,] QKV product, rotary embedding and cache write, one after another."""
+"""Decode projection: QKV product, then rotary embedding and cache write."""
 
 from __future__ import annotations
 
 import torch
 
 from oss_fused.kernels.gemm.reference import fp8_gemm
-from oss_fused.kernels.norm.reference import add_rms_norm_quant
 from oss_fused.kernels.rope.reference import rope_kv
 
 
@@ -35,39 +34,18 @@ def qkv_rope_kv(
     """Rotated q of the projection of ``x``; see kernels/qkv for the contract."""
     qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
     return rope_kv(
-        *(qkv, positions, cos_sin_cache, num_heads, is_neox, key_cache, value_cache),
-        *(slot_mapping, k_scale, v_scale, q_norm, k_norm, eps, q_scale),
+        qkv,
+        positions,
+        cos_sin_cache,
+        num_heads,
+        is_neox,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        q_norm,
+        k_norm,
+        eps,
+        q_scale,
     )
-
-
-def norm_qkv_rope_kv(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    gain: torch.Tensor,
-    norm_eps: float,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    num_heads: int,
-    is_neox: bool,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    q_scale: torch.Tensor | None = None,
-    prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As qkv_rope_kv of the normalised sum of ``x`` and ``residual``; see kernels/qkv."""
-    rope = (num_heads, is_neox, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    codes, scale, added, _ = add_rms_norm_quant(x, residual, gain, norm_eps, None, False)
-    q = qkv_rope_kv(
-        *(codes, weight, scale, weight_scale, bias, x.dtype, positions, cos_sin_cache, *rope),
-        *(q_norm, k_norm, eps, q_scale),
-    )
-    return q, added

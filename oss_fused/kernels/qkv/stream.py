@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Decode projection of at most 16 tokens in Gluon: [norm,] QKV product, RoPE, cache write.
+"""qkv_rope_kv of at most 16 tokens in one Gluon kernel.
 
-A CTA takes 32 rotation pairs of one head: 64 rows of the weight, in two boxes of 32 rows, so that
-both halves of a pair meet in its accumulator. The rest is stream_parts' and, for the rotation,
-rope_kv's.
+A CTA takes 32 rotation pairs of one head. These are 64 rows of the weight, in two boxes of 32
+rows, so that both halves of a pair meet in its accumulator.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.checks import FP8
-from oss_fused.kernels.gemm.stream_parts import (
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.qkv.product import (
     BLOCK_K,
     GROUP_K,
     SLABS,
@@ -22,16 +23,12 @@ from oss_fused.kernels.gemm.stream_parts import (
     fits,
     groups,
     product,
-    quantize_tokens,
     request_tokens,
     request_weights,
     runs_on,
     stages,
     steps,
 )
-from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.pipeline import descriptor
 
 _PAIRS = 32
 
@@ -54,10 +51,6 @@ def _qkv_kernel(
     a_scale,
     b_scale,
     bias,
-    x,
-    residual,
-    gain,
-    residual_out,
     positions,
     cos_sin,
     q_out,
@@ -68,14 +61,10 @@ def _qkv_kernel(
     v_scale,
     q_scale,
     m,
-    n,
-    k,
     slots,
     block_size,
     heads,
     kv_heads,
-    stride_x,
-    stride_r,
     stride_table,
     key_block,
     key_page,
@@ -83,14 +72,12 @@ def _qkv_kernel(
     value_block,
     value_page,
     value_head,
-    eps,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
     STEPS: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    ROWS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
@@ -115,12 +102,7 @@ def _qkv_kernel(
         request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
     wait_for_inputs()
     start_next()
-    if ROWS == 0:
-        request_tokens(a_desc, full, tokens, STAGES)
-    else:
-        made_scale = quantize_tokens(
-            x, residual, gain, residual_out, tokens, m, k, stride_x, stride_r, eps, ROWS
-        )
+    request_tokens(a_desc, full, tokens, STAGES)
 
     # one thread has both halves of a pair
     threads_m: gl.constexpr = BLOCK_M // 4
@@ -142,11 +124,8 @@ def _qkv_kernel(
     cos = gl.load(angles).to(gl.float32)
     sin = gl.load(angles + HALF).to(gl.float32)
 
-    if ROWS == 0:
-        row_scale = gl.load(a_scale + token, mask=in_m, other=0.0)
-        mbarrier.wait(full.index(STAGES), 0)
-    else:
-        row_scale = gl.convert_layout(made_scale, gl.SliceLayout(0, flat))
+    row_scale = gl.load(a_scale + token, mask=in_m, other=0.0)
+    mbarrier.wait(full.index(STAGES), 0)
     acc = product(b_desc, first_n, first_n + HALF, full, tokens, boxes, STEPS, STAGES, SLABS)
     both = gl.convert_layout(acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0)), paired)
     left, right = gl.split(both)
@@ -186,40 +165,30 @@ def joins(device: torch.device, head_dim: int, rotary_dim: int, is_neox: bool) -
     return runs_on(device) and is_neox and rotary_dim == head_dim and head_dim % (2 * _PAIRS) == 0
 
 
-def fusible(
+def fits_projection(
     x: torch.Tensor,
     weight: torch.Tensor,
+    x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    key_cache: torch.Tensor,
     is_neox: bool,
-    num_heads: int,
-    tokens: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor | None, ...],
-    cache_scales: tuple[torch.Tensor | None, ...],
+    key_cache: torch.Tensor,
 ) -> bool:
-    """Whether this kernel takes the projection; not where shapes do not match."""
-    kv_heads, head_dim = key_cache.shape[2:]
-    positions, slot_mapping = tokens
+    """Whether this kernel takes the projection of ``x``."""
     return (
         fits(x, weight, weight_scale, _PAIRS)
-        and weight.shape[0] == (num_heads + 2 * kv_heads) * head_dim
-        and slot_mapping.shape[0] <= positions.shape[0] == x.shape[0]
-        and joins(x.device, head_dim, cos_sin_cache.shape[1], is_neox)
-        and norms == (None, None)
-        and (key_cache.dtype != FP8 or None not in cache_scales)
+        and x_scale.numel() == x.shape[0]
+        and joins(x.device, key_cache.shape[3], cos_sin_cache.shape[1], is_neox)
     )
 
 
 def launch(
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    gain: torch.Tensor | None,
-    norm_eps: float,
     weight: torch.Tensor,
+    x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
     num_heads: int,
@@ -229,26 +198,19 @@ def launch(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     q_scale: torch.Tensor | None,
-    dtype: torch.dtype,
     prefetch_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q and, where ``gain`` asks for the norm, the new residual; arguments that fit."""
+) -> torch.Tensor:
+    """Rotated q of arguments that ``fits_projection`` takes."""
     m, k = x.shape
-    n = weight.shape[0]
     block_size, kv_heads, head_dim = key_cache.shape[1:]
-    device = x.device
-    q = torch.empty(m, num_heads * head_dim, dtype=dtype if q_scale is None else FP8, device=device)
-    residual_out = None if gain is None else torch.empty(m, k, dtype=dtype, device=device)
-    _qkv_kernel[(n // (2 * _PAIRS),)](
-        descriptor(x, block_m(m), GROUP_K) if gain is None else None,
+    q_dtype = out_dtype if q_scale is None else FP8
+    q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
+    _qkv_kernel[(weight.shape[0] // (2 * _PAIRS),)](
+        descriptor(x, block_m(m), GROUP_K),
         descriptor(weight, _PAIRS, BLOCK_K),
         x_scale,
         weight_scale,
         bias,
-        None if gain is None else x,
-        residual,
-        gain,
-        residual_out,
         positions,
         cos_sin_cache,
         q,
@@ -259,27 +221,21 @@ def launch(
         v_scale,
         q_scale,
         m,
-        n,
-        k,
         slot_mapping.shape[0],
         block_size,
         num_heads,
         kv_heads,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
         cos_sin_cache.stride(0),
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        norm_eps,
         HEAD_DIM=head_dim,
         STAGES=stages(m, k, _PAIRS),
         SLABS=SLABS,
         STEPS=steps(k),
         GROUPS=groups(k),
         BLOCK_M=block_m(m),
-        ROWS=0 if gain is None else next_power_of_2(m),
         PREFETCH=prefetch_weights,
         num_warps=4,
-        **pdl_options(device),
+        **pdl_options(x.device),
     )
-    return q, residual_out
+    return q
