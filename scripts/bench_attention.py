@@ -41,10 +41,10 @@ def main() -> int:
         return 1
 
     from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
-    from harness.folder import write_json
 
     from oss_fused.bench.kernel_timing import copy_bandwidth
     from oss_fused.environment import fingerprint
+    from oss_fused.files import write_json
 
     bandwidth = copy_bandwidth()
     largest = max(shape.position_bytes for shape in SHAPES)

@@ -36,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import decode, decode_figures, decode_profile, decode_report, summary
 from harness.compare import Arm, check_model, parse_arm
 from harness.decode_limits import load_config, step_bytes
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.processes import Terminated, signals_as_exceptions
 
 from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import OssFusedError
+from oss_fused.files import write_json
 
 CONTEXTS, BATCHES, PREFILL = (128, 1024), (1, 8, 32, 128, 256), 8192
 

@@ -132,10 +132,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     from harness import moe_cases
-    from harness.folder import write_json
     from harness.summary import merge_summary
 
     from oss_fused.environment import has_gpu
+    from oss_fused.files import write_json
 
     for name in ("experts", "layers", "compile_jobs"):
         if getattr(arguments, name) < 1:

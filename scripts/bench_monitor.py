@@ -41,10 +41,9 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["OSS_FUSED_MONITOR"] = str(NEVER)
     engine = start(args.model, max(args.batches))
-    from harness.folder import write_json
-    from oss_fused.plugin.monitor.watch.watch import current
-
     from oss_fused.environment import fingerprint
+    from oss_fused.files import write_json
+    from oss_fused.plugin.monitor.watch import current
 
     monitor = current()
     if monitor is None:

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.models import get_shape, make_model
 from harness.report import table
 
 from oss_fused.environment import fingerprint
+from oss_fused.files import write_json
 
 ARMS = ("vllm", "oss_fused")
 BLOCK, WINDOW = 16, 128

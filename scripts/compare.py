@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare, report, summary
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.processes import Terminated, signals_as_exceptions
 
 from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.errors import OssFusedError, ServerError
+from oss_fused.files import write_json
 
 _SIGNALS = (KeyboardInterrupt.__name__, Terminated.__name__)
 

@@ -19,9 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.folder import write_json
-
 from oss_fused.environment import fingerprint
+from oss_fused.files import write_json
 from oss_fused.plugin.doctor import Options, diagnose, table
 from oss_fused.plugin.preflight import FAIL
 

@@ -22,12 +22,13 @@ from typing import Any
 
 from harness import evaluate, report, summary
 from harness.compare import Arm, check_model, parse_arm
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.needle import make_needles
 from harness.processes import Terminated
 
 from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import OssFusedError
+from oss_fused.files import write_json
 
 
 def main() -> int:

@@ -33,11 +33,12 @@ import numpy as np
 from harness import processes, summary
 from harness.compare import CPU_ENVIRONMENT, check_model, parse_arm
 from harness.decode_limits import load_config
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.report import table
 
 from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import ServerError
+from oss_fused.files import write_json
 
 DTYPES = ("bfloat16", "float32")
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.folder import write_json
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
+from oss_fused.files import write_json
 from oss_fused.quant import expert_stream, streaming
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint.writer import CheckpointWriter

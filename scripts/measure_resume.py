@@ -27,10 +27,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness.folder import write_json
-
 from oss_fused.environment import fingerprint, portable
 from oss_fused.errors import OssFusedError
+from oss_fused.files import write_json
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.models import layer_of
 

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 
 from harness import summary, texts
-from harness.folder import write_json
 
 from oss_fused.errors import OssFusedError
+from oss_fused.files import write_json
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.pipeline import calibrate

@@ -35,10 +35,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.folder import write_json
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint, has_gpu
+from oss_fused.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"name": str, "file": str, "old": str, "new": str, "tests": list, "gpu": bool}

@@ -23,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
-from harness.folder import write_json
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import ServerError
+from oss_fused.files import write_json
 
 
 def make_parser() -> argparse.ArgumentParser:

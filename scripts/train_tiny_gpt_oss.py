@@ -23,9 +23,10 @@ def main() -> int:
     """Parse the command line, train, say what came of it."""
     args = parse_args()
     import torch
-    from harness.folder import write_json
     from harness.tiny_gpt_oss import Training, train_tiny
     from tqdm import tqdm
+
+    from oss_fused.files import write_json
 
     settings = Training(
         steps=args.steps,

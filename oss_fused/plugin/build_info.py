@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import processes
 
 from oss_fused import __version__, envs
 from oss_fused.environment import version
@@ -46,7 +45,10 @@ def server_pid() -> int:
 def anonymous_bytes(pid: int) -> int:
     """Memory that a process and all that it started hold for themselves, without mapped files."""
     total = 0
-    for each in (pid, *processes.descendants(pid)):
+    started: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        started = psutil.Process(pid).children(recursive=True)
+    for each in (pid, *(process.pid for process in started)):
         with suppress(OSError):
             status = Path(f"/proc/{each}/status").read_text()
             # processes that end have no such line

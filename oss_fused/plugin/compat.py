@@ -7,7 +7,7 @@ import importlib.metadata
 
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
-from oss_fused.plugin.monitor.watch.metrics import interval
+from oss_fused.plugin.monitor.metrics import interval
 
 # the release whose extension points plugin/ was written for and run with
 SUPPORTED_VLLM = "0.32"

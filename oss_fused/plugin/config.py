@@ -34,7 +34,7 @@ from oss_fused.layers.vllm.unquantized import (
 from oss_fused.plugin import fingerprint
 from oss_fused.plugin.checkpoint import check_before_load
 from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
-from oss_fused.plugin.monitor.watch.policy import exact_layers
+from oss_fused.plugin.monitor.policy import exact_layers
 from oss_fused.quant import settings
 from oss_fused.quant.checkpoint.audit import check_remote_code
 from oss_fused.quant.patterns import find_target, is_ignored, matches, shards

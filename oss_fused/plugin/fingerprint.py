@@ -17,7 +17,7 @@ from typing import Any
 import oss_fused
 from oss_fused import envs
 from oss_fused.errors import SchemeError
-from oss_fused.plugin.monitor.watch.policy import exact_layers
+from oss_fused.plugin.monitor.policy import exact_layers
 
 KEY = "oss_fused_fingerprint"
 

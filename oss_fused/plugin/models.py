@@ -39,7 +39,7 @@ from oss_fused.layers.vllm.reload import CompleteModel
 from oss_fused.layers.vllm.rope_attention import fuse_rope
 from oss_fused.layers.vllm.warmup import max_tokens
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.monitor.watch import watch as monitor
+from oss_fused.plugin.monitor import watch as monitor
 from oss_fused.quant.patterns import spellings
 
 # checked where they are used: a checkpoint may do without

@@ -75,7 +75,7 @@ def _register() -> None:
 
 def _register_metrics() -> None:
     from oss_fused.plugin.build_info import ServerCollector, register_collectors
-    from oss_fused.plugin.monitor.watch.metrics import Collector, interval, share_folder
+    from oss_fused.plugin.monitor.metrics import Collector, interval, share_folder
 
     if interval():
         share_folder()

@@ -17,9 +17,9 @@ from typing import Any
 
 from harness.calibration_page import HTML, MARKDOWN
 from harness.calibration_plots import plots, worst
-from harness.folder import write_json
 from harness.regression import HISTORY_RUNS
 from harness.report import quality_table, table
+from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
 
 FOLDER = "report"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from oss_fused.errors import CheckpointError
+from oss_fused.files import write_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -52,17 +51,6 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise CheckpointError(f"output {output}: writing failed: {error}") from error
         raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, by way of a temporary file, so that it is never partial."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def writable(path: Path) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.folder import write_json
 from harness.kernels import PEAK_FP8_TFLOPS
 from harness.report import table
 from harness.summary import merge_summary
 from oss_fused.environment import describe
+from oss_fused.files import write_json
 
 _HEADER = ("shape", "us", "TB/s", "of copy", "TFLOPS", "of peak", "baselines (us)", "speed-up")
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from harness.folder import ShardWriter, atomic_folder, write_json
+from harness.folder import ShardWriter, atomic_folder
 from harness.tokenizer import save_tokenizer
 from oss_fused.errors import UnsupportedDeviceError, UnsupportedModelError
+from oss_fused.files import write_json
 
 ROUTER_LOGIT_STD = 1.5
 # residual branches are damped as in trained models, so that tokens stay distinguishable

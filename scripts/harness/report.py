@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.folder import atomic_folder, write_json
+from harness.folder import atomic_folder
 from harness.summary import split
 from oss_fused.environment import describe, portable
+from oss_fused.files import write_json
 
 _LATENCIES = ("ttft", "tpot", "itl")
 _COLOURS = ("#8a8f98", "#1f77b4", "#d9772b", "#2ca02c", "#9467bd")

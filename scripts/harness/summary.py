@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.folder import write_json
+from oss_fused.files import write_json
 
 # figures that get a ratio against the baseline
 COMPARED = ("output_throughput", "p50_ttft_ms", "p50_tpot_ms", "p50_itl_ms")

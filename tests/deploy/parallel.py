@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.compare import CPU_ENVIRONMENT
-from harness.folder import writable, write_json
+from harness.folder import writable
 from harness.server import free_port
 
 from oss_fused.environment import fingerprint, has_gpu
+from oss_fused.files import write_json
 from tests.deploy import cpu_parallel
 from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4

@@ -23,10 +23,10 @@ from pathlib import Path
 import psutil
 from harness import processes
 from harness.compare import CPU_ENVIRONMENT
-from harness.folder import write_json
 from harness.server import VLLM_SERVE
 
 from oss_fused.environment import fingerprint
+from oss_fused.files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests/data/tiny_gpt_oss"

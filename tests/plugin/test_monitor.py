@@ -14,19 +14,19 @@ import time
 import numpy as np
 import pytest
 import torch
-from oss_fused.plugin.monitor.watch.metrics import (
+
+from oss_fused.errors import SchemeError
+from oss_fused.kernels import op as registration
+from oss_fused.plugin import build_info
+from oss_fused.plugin.build_info import ServerCollector, register_collectors
+from oss_fused.plugin.monitor.metrics import (
     Collector,
     LayerFigures,
     interval,
     share_folder,
     write_figures,
 )
-from oss_fused.plugin.monitor.watch.policy import add_layers, exact_layers
-
-from oss_fused.errors import SchemeError
-from oss_fused.kernels import op as registration
-from oss_fused.plugin import build_info
-from oss_fused.plugin.build_info import ServerCollector, register_collectors
+from oss_fused.plugin.monitor.policy import add_layers, exact_layers
 from tests.plugin.conftest import build, calibrate
 
 
@@ -47,7 +47,7 @@ def metrics() -> dict[tuple[str, str], float]:
 
 
 def test_statistics(folder, caplog, monkeypatch):
-    from oss_fused.plugin.monitor.watch import watch as monitor
+    from oss_fused.plugin.monitor import watch as monitor
 
     monkeypatch.setattr(monitor.logger, "propagate", True, raising=False)
     caplog.set_level(logging.WARNING)
@@ -147,7 +147,7 @@ def test_memory_counts_all_processes():
 
 def test_what_nothing_feeds_is_absent(folder):
     """Layers that no step has reached, saturation without a static scale, amax of NaN alone."""
-    from oss_fused.plugin.monitor.watch import watch as monitor
+    from oss_fused.plugin.monitor import watch as monitor
 
     limits = [float("inf"), 4.0, float("inf")]
     statistics = monitor.Statistics(["dynamic", "static", "unseen"], limits, rank=0)
@@ -172,7 +172,7 @@ def test_figures_of_an_ended_server_are_absent(folder):
 
 
 def test_layers_by_policy_are_those_of_the_start(folder):
-    from oss_fused.plugin.monitor.watch.watch import Monitor
+    from oss_fused.plugin.monitor.watch import Monitor
 
     add_layers({"early": "why", "of another model": "why"})
     watcher = Monitor(1, rank=0)
@@ -218,9 +218,8 @@ def test_ranks_add_to_the_policy_at_once(folder):
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
 def test_rows_of_each_operator(folder, strategy):
     """Both operators give the same magnitudes, NaN and saturation included."""
-    from oss_fused.plugin.monitor.watch.watch import Monitor, Statistics
-
     import oss_fused.kernels  # noqa: F401
+    from oss_fused.plugin.monitor.watch import Monitor, Statistics
 
     x = torch.randn(5, 64)
     x[3, 7] = float("nan")

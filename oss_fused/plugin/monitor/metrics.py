@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.folder import write_json
-
 from oss_fused import envs
 from oss_fused.errors import SchemeError
+from oss_fused.files import write_json
 
 _DIR = "OSS_FUSED_MONITOR_DIR"
 # field of LayerFigures -> metric and its help

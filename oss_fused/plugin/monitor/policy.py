@@ -11,10 +11,9 @@ import fcntl
 import json
 from pathlib import Path
 
-from harness.folder import write_json
-
 from oss_fused import envs
 from oss_fused.errors import SchemeError
+from oss_fused.files import write_json
 
 _KIND = "oss_fused.monitor_policy"
 

@@ -27,8 +27,8 @@ from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
-from oss_fused.plugin.monitor.watch.metrics import LayerFigures, interval, write_figures
-from oss_fused.plugin.monitor.watch.policy import add_layers, exact_layers, policy_path
+from oss_fused.plugin.monitor.metrics import LayerFigures, interval, write_figures
+from oss_fused.plugin.monitor.policy import add_layers, exact_layers, policy_path
 from oss_fused.quant.formats import E4M3
 
 # tokens of a step that are looked at: decode steps whole, prefill steps in part
