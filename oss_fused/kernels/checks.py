@@ -86,11 +86,6 @@ def check_scale(name: str, scale: torch.Tensor, rows: int) -> None:
         )
 
 
-def check_strategy(strategy: str) -> None:
-    """Raise SchemeError for an unknown quantisation strategy."""
-    check_choice("strategy", strategy, STRATEGIES)
-
-
 def check_sizes(least: int, **sizes: int) -> None:
     """Raise ShapeMismatchError unless every size is an integer of at least ``least``."""
     for name, size in sizes.items():

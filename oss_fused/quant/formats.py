@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.op import check_arguments
 from oss_fused.kernels.quantize import reference
 
 
@@ -67,9 +68,9 @@ def quantize(
         SchemeError: unknown strategy.
         ShapeMismatchError: scale does not fit.
     """
+    check_arguments("quantize_fp8", x, scale, strategy)
     if fmt is E4M3:
         return reference.quantize_fp8(x, scale, strategy)
-    reference.check_strategy(strategy)
     x32 = x.float()
     if scale is None:
         amax = x32.abs().amax().view(1) if strategy == "tensor" else x32.abs().amax(-1, True)

@@ -85,6 +85,10 @@ def test_bad_arguments_are_named() -> None:
         quantize(x.int())
     with pytest.raises(SchemeError, match="strategy='row'"):
         quantize(x, "row", fmt=E5M2)
+    with pytest.raises(SchemeError, match="strategy='row'"):
+        quantize(x, "row")
+    with pytest.raises(ShapeMismatchError, match="scale.shape"):
+        quantize(x, "channel", torch.ones(3, 1))
     with pytest.raises(UnsupportedDtypeError, match="q.dtype"):
         dequantize(x, torch.ones(1))
     with pytest.raises(ShapeMismatchError, match="scale.shape"):
