@@ -21,13 +21,10 @@ from oss_fused.kernels.checks import (
     check_out_dtype,
     check_product,
     check_sizes,
+    shown,
 )
 from oss_fused.kernels.op import check_arguments
 from oss_fused.kernels.scale_values import check_scale_values
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class TensorSpec:
             raise ShapeMismatchError(f"{name}.shape={tuple(tensor.shape)}: expected {self.shape}")
         if tensor.dtype != self.dtype:
             raise UnsupportedDtypeError(
-                f"{name}.dtype={tensor.dtype}: expected {_dtype_name(self.dtype)}"
+                f"{name}.dtype={tensor.dtype}: expected {shown(self.dtype)}"
             )
         if tensor.device.type != torch.device(self.device).type:
             raise UnsupportedDeviceError(f"{name}.device={tensor.device}: expected {self.device}")

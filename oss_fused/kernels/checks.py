@@ -58,7 +58,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def shown(value: Any) -> str:
-    """``value`` as errors show it."""
+    """``value`` as text, dtypes as TileLang names them too: "bfloat16" for torch.bfloat16."""
     return str(value).removeprefix("torch.")
 
 

@@ -86,7 +86,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        "specialized",
+        "cooperative",
         (128, 8192),
         ConfigSpace({"columns": (128, 160, 192, 256), "group_m": (4, 8, 16, 32)}),
     ),

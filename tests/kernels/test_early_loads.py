@@ -41,8 +41,8 @@ ALLOWED = {
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "rows_b"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "b_scale"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,
-    ("gemm.cooperative._gemm_specialized_kernel", "_request_columns", "b_desc"): _WEIGHT,
-    ("gemm.cooperative._gemm_specialized_kernel", "_request_columns", "c_desc"): _WEIGHT,
+    ("gemm.cooperative._gemm_cooperative_kernel", "_request_columns", "b_desc"): _WEIGHT,
+    ("gemm.cooperative._gemm_cooperative_kernel", "_request_columns", "c_desc"): _WEIGHT,
     ("gemm.stream._gemm_stream_kernel", "_load", "b_desc"): _WEIGHT,
     ("gemm.stream._gemm_stream_kernel", "_load", "a_desc"): "a box outside of a: nothing is read",
     ("gemm.stream._gemm_stream_kernel", "_multiply", "b_scale"): _WEIGHT,
@@ -50,8 +50,8 @@ ALLOWED = {
     ("gemm.swap._gemm_swap_kernel", "_gemm_swap_kernel", "b_scale"): _WEIGHT,
     ("gemm.swap._gemm_swap_kernel", "_gemm_swap_kernel", "bias"): _WEIGHT,
     # the pipeline is that of gemm.cooperative; this kernel's launch allows no prefetch
-    ("mlp.gated_cooperative._mlp_specialized_kernel", "_request_columns", "b_desc"): _WEIGHT,
-    ("mlp.gated_cooperative._mlp_specialized_kernel", "_request_columns", "c_desc"): _WEIGHT,
+    ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "b_desc"): _WEIGHT,
+    ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "c_desc"): _WEIGHT,
     ("moe.gemm._down_kernel", "_down_kernel", "tiles"): _ROUTED,
     ("moe.gemm._down_kernel", "_down_kernel", "weight_scale"): _WEIGHT,
     ("moe.gemm._down_kernel", "_down_kernel", "bias"): _WEIGHT,
@@ -498,7 +498,7 @@ def test_an_operand_rewritten_just_before(case, vouched):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemv", "large", "pingpong", "specialized", "stream", "swap"])
+@pytest.mark.parametrize("name", ["gemv", "large", "pingpong", "cooperative", "stream", "swap"])
 @pytest.mark.parametrize("vouched", [False, True])
 def test_every_product_kernel(name, vouched):
     """By name: which of them an operator takes depends on the device's table."""

@@ -16,7 +16,7 @@ CONFIGS = [
     ("stream", {"block_m": 8, "block_k": 128, "ctas": 2}),
     ("stream", {"block_m": 16, "block_k": 256, "ctas": 1}),
     ("stream", {"block_m": 64, "block_n": 128, "block_k": 128, "ctas": 2}),
-    *(("specialized", {"columns": columns}) for columns in (128, 160, 192, 256)),
+    *(("cooperative", {"columns": columns}) for columns in (128, 160, 192, 256)),
     ("pingpong", {}),
 ]
 

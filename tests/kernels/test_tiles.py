@@ -21,20 +21,20 @@ def test_row_bucket(rows, bucket):
 
 def test_unknown_device_and_shape_follow_the_rule():
     assert tiles.load_table("No Such GPU") == {}
-    assert tiles.gemm_tile(CPU, 7, 999, 992) == tiles.gemm_rule(16, 999, 992)
+    assert tiles.choose_gemm_config(CPU, 7, 999, 992) == tiles.gemm_rule(16, 999, 992)
     assert tiles.gemm_rule(16, 64, 100) == {"kernel": "tile"}
 
 
 def test_kernels_in_gluon_only_where_they_run(monkeypatch):
-    assert tiles.gemm_tile(CPU, 40, 4096, 4096, True)["kernel"] == "stream"
-    assert tiles.gemm_tile(CPU, 1024, 4096, 4096, True)["kernel"] == "specialized"
+    assert tiles.choose_gemm_config(CPU, 40, 4096, 4096, True)["kernel"] == "stream"
+    assert tiles.choose_gemm_config(CPU, 1024, 4096, 4096, True)["kernel"] == "cooperative"
     for rows in tiles.ROW_BUCKETS:
-        assert tiles.gemm_tile(CPU, rows, 4096, 4096)["kernel"] not in tiles.GLUON_KERNELS
+        assert tiles.choose_gemm_config(CPU, rows, 4096, 4096)["kernel"] not in tiles.GLUON_KERNELS
     # a table that names one: its entry counts where Gluon runs, the rule elsewhere
     known = {"kernel": "stream", "block_m": 8, "block_n": 64}
     monkeypatch.setattr(tiles, "lookup", lambda *_: known)
-    assert tiles.gemm_tile(CPU, 3, 4096, 4096, True) is known
-    assert tiles.gemm_tile(CPU, 3, 4096, 4096) == tiles.gemm_rule(4, 4096, 4096)
+    assert tiles.choose_gemm_config(CPU, 3, 4096, 4096, True) is known
+    assert tiles.choose_gemm_config(CPU, 3, 4096, 4096) == tiles.gemm_rule(4, 4096, 4096)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_many_tiles_hide_their_stores(rows, n, k):
 
 def test_rows_between_cache_lines_take_the_wide_tile():
     rule = tiles.gemm_rule(8192, 5120, 2880, True)
-    assert rule["kernel"] == "specialized" and rule["columns"] == 256
+    assert rule["kernel"] == "cooperative" and rule["columns"] == 256
 
 
 def test_h200_table_fits_the_launchers():
     pytest.importorskip("triton.experimental.gluon")
-    from oss_fused.kernels.gemm.cooperative import gemm_specialized
+    from oss_fused.kernels.gemm.cooperative import gemm_cooperative
     from oss_fused.kernels.gemm.pingpong import gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
     from oss_fused.kernels.gemm.triton import KERNELS
 
-    gluon_kernels = (gemm_stream, gemm_specialized, gemm_pingpong)
+    gluon_kernels = (gemm_stream, gemm_cooperative, gemm_pingpong)
     launchers = {**KERNELS, **dict(zip(tiles.GLUON_KERNELS, gluon_kernels, strict=True))}
     table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
     assert table

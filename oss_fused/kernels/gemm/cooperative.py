@@ -112,7 +112,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["m"])
-def _gemm_specialized_kernel(
+def _gemm_cooperative_kernel(
     a_desc,
     b_desc,
     c_desc,
@@ -166,7 +166,7 @@ def _gemm_specialized_kernel(
     )
 
 
-def gemm_specialized(
+def gemm_cooperative(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale: torch.Tensor,
@@ -184,7 +184,7 @@ def gemm_specialized(
     tiles = cdiv(m, 2 * rows) * cdiv(n, columns)
     first = 1 << (columns.bit_length() - 1)
     chunk = min(columns - first or 64, 64)
-    _gemm_specialized_kernel[(min(tiles, multiprocessors(a.device)),)](
+    _gemm_cooperative_kernel[(min(tiles, multiprocessors(a.device)),)](
         descriptor(a, rows, 128),
         descriptor(b, first, 128),
         descriptor(b, columns - first, 128) if columns > first else None,

@@ -13,8 +13,7 @@ import tilelang.language as T
 import torch
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.checks import FP8, check_dtype
-from oss_fused.kernels.tilelang_dtypes import dtype_name
+from oss_fused.kernels.checks import FP8, check_dtype, shown
 
 # rows of K that one TMA copy moves: 16 bytes is the least it can address
 _ALIGNMENT = 16
@@ -82,7 +81,7 @@ def fp8_gemm(
         )
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=out_dtype, device=a.device)
-    kernel = _compiled(n, k, dtype_name(out_dtype), bias is not None, 64 if m <= 64 else 128)
+    kernel = _compiled(n, k, shown(out_dtype), bias is not None, 64 if m <= 64 else 128)
     a_rows = a_scale.reshape(-1).expand(m).contiguous()
     b_rows = b_scale.reshape(-1).expand(n).contiguous()
     added = b_rows if bias is None else bias.float()

@@ -30,7 +30,7 @@ KERNELS: dict[str, Callable[..., None]] = {
 }
 
 # those that can ask for weights before they wait for the kernels ahead
-PREFETCHING = frozenset({"gemv", "stream", "swap", "specialized"})
+PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 
 # one launch that quantises in every CTA beats two launches up to so many rows and outputs, and
 # where K is a multiple of the block: the prologue repeats in every CTA. Measured in a chain of
@@ -44,20 +44,20 @@ def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
     """The kernels that can run on ``device`` by their names in the tile tables."""
     if not runs_gluon(device):
         return KERNELS
-    from oss_fused.kernels.gemm.cooperative import gemm_specialized
+    from oss_fused.kernels.gemm.cooperative import gemm_cooperative
     from oss_fused.kernels.gemm.pingpong import gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
 
     return {
         **KERNELS,
         "stream": gemm_stream,
-        "specialized": gemm_specialized,
+        "cooperative": gemm_cooperative,
         "pingpong": gemm_pingpong,
     }
 
 
 def _tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
-    return dict(tiles.gemm_tile(device, m, n, k, runs_gluon(device)))
+    return dict(tiles.choose_gemm_config(device, m, n, k, runs_gluon(device)))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

@@ -138,10 +138,10 @@ def gated_mlp(
         t.data_ptr() % 16 == 0 for t in (rows, *weights)
     )
     if config is None and tma and m > _FEW_ROWS and runs_gluon(x.device):
-        from oss_fused.kernels.mlp.gated_cooperative import mlp_specialized
+        from oss_fused.kernels.mlp.gated_cooperative import gated_cooperative
 
         on_gate = activation_on == "gate"
-        mlp_specialized(
+        gated_cooperative(
             rows,
             weights[0],
             weights[1],

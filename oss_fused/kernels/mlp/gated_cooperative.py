@@ -70,7 +70,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["m"])
-def _mlp_specialized_kernel(
+def _gated_cooperative_kernel(
     x_desc,
     gate_desc,
     up_desc,
@@ -125,7 +125,7 @@ def _mlp_specialized_kernel(
     )
 
 
-def mlp_specialized(
+def gated_cooperative(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
@@ -144,7 +144,7 @@ def mlp_specialized(
     n = gate_weight.shape[0]
     block_k = 128 // x.element_size()
     tiles = cdiv(m, 128) * cdiv(n, block_n)
-    _mlp_specialized_kernel[(min(tiles, multiprocessors(x.device)),)](
+    _gated_cooperative_kernel[(min(tiles, multiprocessors(x.device)),)](
         descriptor(x, 64, block_k),
         descriptor(gate_weight, block_n, block_k),
         descriptor(up_weight, block_n, block_k),

@@ -13,8 +13,7 @@ import tilelang.language as T
 import torch
 
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
-from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
-from oss_fused.kernels.tilelang_dtypes import dtype_name
+from oss_fused.kernels.checks import HALF_DTYPES, check_dtype, shown
 
 # elements of K that one TMA copy moves at least
 _ALIGNMENT = 8
@@ -99,5 +98,5 @@ def gated_mlp(
     if rows.shape[0] == 0 or n == 0:
         return x.new_empty(*x.shape[:-1], n)
     block_m = 64 if rows.shape[0] <= 64 else 128
-    kernel = _compiled(n, k, dtype_name(x.dtype), activation, activation_on == "gate", block_m)
+    kernel = _compiled(n, k, shown(x.dtype), activation, activation_on == "gate", block_m)
     return kernel(rows, gate_weight.contiguous(), up_weight.contiguous()).view(*x.shape[:-1], n)

@@ -66,7 +66,7 @@ import torch
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_shape
 from oss_fused.kernels.contract import Between, OneOf, Operand
-from oss_fused.kernels.moe import mxfp4, reference, router_reference
+from oss_fused.kernels.moe import mxfp4, reference
 from oss_fused.kernels.moe.mxfp4 import BLOCK, CHUNK, ROW_GROUP
 from oss_fused.kernels.op import declare
 
@@ -177,7 +177,7 @@ declare(
     example={"E": 2, "N": 64, "K/2": 32, "K/32": 2, "gate_up": True},
 )
 declare(
-    router_reference.add_rms_norm_router,
+    reference.add_rms_norm_router,
     {
         "x": Operand("T H", *FLOAT_DTYPES),
         "residual": Operand("T H", like="x"),
@@ -189,7 +189,7 @@ declare(
     example={"T": 3, "H": 64, "G": 8, "eps": 1e-5},
 )
 declare(
-    router_reference.moe_route,
+    reference.moe_route,
     {"router_logits": Operand("T G", *FLOAT_DTYPES)},
     {"triton": "router"},
     check=_check_top_k,

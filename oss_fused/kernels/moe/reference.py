@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Mixture-of-experts MLP in float32 arithmetic, with the kernels' rounding points."""
+"""Routing and expert layers in float32 arithmetic, with the kernels' rounding points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.moe.mxfp4 import moe_unpack_mxfp4
-from oss_fused.kernels.moe.router_reference import moe_route
+from oss_fused.kernels.norm.reference import rms_norm
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 # "swigluoai" is gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 gate) * (up + 1)
@@ -24,6 +24,39 @@ ExpertWeights = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 # values and x's dtype -> float32 values as the product sees them
 _Rounding = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def moe_route(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of the top-k experts; see kernels/moe for the contract."""
+    logits = router_logits.float()
+    # stable: of equal logits the lower expert comes first; NaN counts as the largest
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = logits.gather(1, ids)
+    if renormalize:
+        weights = torch.softmax(chosen, dim=-1)
+    else:
+        weights = torch.softmax(logits, dim=-1).gather(1, ids)
+    return weights, ids.int()
+
+
+def add_rms_norm_router(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normed rows, new residual and router logits; see kernels/moe for the contract."""
+    hidden = x.clone() if residual is None else x + residual
+    normed = rms_norm(hidden, weight, eps)
+    logits = normed.float() @ gate.float().T
+    if gate_bias is not None:
+        logits += gate_bias.float()
+    return normed, hidden, logits.to(x.dtype)
 
 
 def moe_mxfp4(

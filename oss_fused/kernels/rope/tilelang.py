@@ -11,7 +11,7 @@ import tilelang
 import tilelang.language as T
 import torch
 
-from oss_fused.kernels.tilelang_dtypes import dtype_name
+from oss_fused.kernels.checks import shown
 
 _PAIRS_PER_THREAD = 8
 
@@ -76,7 +76,7 @@ def rmsnorm_rope(
     if x.numel() == 0:
         return torch.empty_like(x)
     hidden, head_dim = x.shape[2], cos.shape[1]
-    kernel = _compiled(hidden, head_dim, dtype_name(x.dtype), eps)
+    kernel = _compiled(hidden, head_dim, shown(x.dtype), eps)
     # one dtype for every operand: the tables of a model have it already
     tables = (t.to(x.dtype).contiguous() for t in (weight, cos, sin))
     return kernel(x.reshape(-1, hidden).contiguous(), *tables).view(x.shape)

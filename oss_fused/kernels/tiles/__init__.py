@@ -19,7 +19,7 @@ import torch
 ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 # kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
-GLUON_KERNELS = ("stream", "specialized", "pingpong")
+GLUON_KERNELS = ("stream", "cooperative", "pingpong")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -59,7 +59,9 @@ def lookup(device: torch.device, operation: str, key: str) -> dict[str, Any] | N
     return load_table(_device_name(device)).get(operation, {}).get(key)
 
 
-def gemm_tile(device: torch.device, m: int, n: int, k: int, gluon: bool = False) -> dict[str, Any]:
+def choose_gemm_config(
+    device: torch.device, m: int, n: int, k: int, gluon: bool = False
+) -> dict[str, Any]:
     """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K].
 
     ``gluon`` says whether kernels in Gluon run there; if not, the rule replaces a table's entry
@@ -114,7 +116,7 @@ def _pipeline_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
     # between cache lines need more
     if k % 128 == 0 and best <= cycles(columns, _STORE_CYCLES):
         return {"kernel": "pingpong", "group_m": 8}
-    return {"kernel": "specialized", "columns": columns, "group_m": 8}
+    return {"kernel": "cooperative", "columns": columns, "group_m": 8}
 
 
 def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:
