@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from harness.folder import writable
-from harness.models import get_shape, make_model
+from harness.model_factory import get_shape, make_model
 from harness.report import table
 
 from oss_fused.environment import fingerprint

@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from harness.folder import atomic_folder
-from harness.models import Shape, config_of
+from harness.model_factory import Shape, config_of
 from harness.tokenizer import save_tokenizer
 from oss_fused.errors import CheckpointError, DatasetError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.models import get_shape, make_model
+from harness.model_factory import get_shape, make_model
 
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.recipe import make_recipe

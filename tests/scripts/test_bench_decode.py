@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import decode
 
-from tests.bench.test_decode import GPT_OSS, WORKER
+from tests.harness.test_decode import GPT_OSS, WORKER
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_decode.py"
 

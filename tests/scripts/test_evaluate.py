@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import evaluate
-from harness.models import get_shape, make_model
+from harness.model_factory import get_shape, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "evaluate.py"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import smollm2
-from harness.models import get_shape, make_model
+from harness.model_factory import get_shape, make_model
 
 from oss_fused.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import folder as folder_module
 from harness.folder import INDEX, missing_files
-from harness.models import SHAPES, Shape, get_shape, make_model
+from harness.model_factory import SHAPES, Shape, get_shape, make_model
 from harness.tokenizer import special_tokens, vocabulary
 from safetensors.torch import load_file, save_file
 

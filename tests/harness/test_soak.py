@@ -17,7 +17,7 @@ from harness.processes import own_mib, program, signals_as_exceptions
 from harness.soak_requests import KINDS, Target, WrongAnswer
 
 from oss_fused.errors import ServerError
-from tests.bench.fake_soak_server import answer
+from tests.harness.fake_soak_server import answer
 
 SERVER = (sys.executable, str(Path(__file__).with_name("fake_soak_server.py")))
 

@@ -17,8 +17,7 @@ from harness.processes import is_alive
 from harness.server import Server, check_port, free_port
 
 from oss_fused.errors import ServerError
-
-from .conftest import FAKE_SERVE
+from tests.harness.conftest import FAKE_SERVE
 
 
 def make(tmp_path: Path, mode: str = "ok", **options: object) -> Server:
