@@ -152,7 +152,7 @@ def test_functional_quantises_what_is_not_fp8(device):
 def test_bad_arguments_are_named(device):
     a, b, a_scale, b_scale, _ = operands(3, 8, 16, device)
     gemm = get_kernel("triton", "fp8_gemm")
-    with pytest.raises(ShapeMismatchError, match=r"b.shape=\(8, 8\): expected \[N, K\] with K=16"):
+    with pytest.raises(ShapeMismatchError, match=r"b.shape=\(8, 8\): .* with N=8, K=16"):
         gemm(a, b[:, :8], a_scale, b_scale, None, torch.bfloat16)
     with pytest.raises(ShapeMismatchError, match="b_scale.shape"):
         gemm(a, b, a_scale, b_scale[:4], None, torch.bfloat16)
