@@ -61,9 +61,17 @@ def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH: gl.const
 
 @gluon.jit
 def _multiply(
-    buffers, scales, first_m, first_n, m, n, k, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+    buffers,
+    scales,
+    first_m,
+    first_n,
+    m,
+    n,
+    k,
+    A_ROWS: gl.constexpr,
+    B_ROWS: gl.constexpr,
     PREFETCH: gl.constexpr,
-):  # fmt: skip
+):
     tokens, weights, full, empty = buffers
     a_scale, b_scale, bias, out = scales
     STAGES: gl.constexpr = weights.type.shape[0]

@@ -24,9 +24,18 @@ from oss_fused.kernels.numerics import round_to
 
 @triton.jit
 def _products(
-    x, weight, row, row_mask, x_rows, x_mask, K: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PROMOTE: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    row,
+    row_mask,
+    x_rows,
+    x_mask,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROMOTE: tl.constexpr,
+):
     """Rows ``row`` [64] of ``weight`` [N, K] times tokens [ROWS], no scales applied yet."""
     k = tl.arange(0, 128)
     w_ptrs = weight + row.to(tl.int64)[:, None] * K + k[None, :]
@@ -46,10 +55,23 @@ def _products(
 
 @triton.jit
 def _gate_up_kernel(
-    x, x_scale, weight, weight_scale, bias, out, order, tiles, top_k: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
-    STAGES: tl.constexpr, PROMOTE: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    order,
+    tiles,
+    top_k: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SILU: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROMOTE: tl.constexpr,
+):
     """act(w13 @ x + bias) of sorted rows: [P, N/2] in out's dtype."""
     unit = tl.program_id(0)
     tile = tl.program_id(1)
@@ -87,9 +109,20 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, x_scale, weight, weight_scale, bias, out, tiles, N: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PROMOTE: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROMOTE: tl.constexpr,
+):
     """w2 @ x + bias of sorted rows: [P, N] in out's dtype."""
     unit = tl.program_id(0)
     tile = tl.program_id(1)
@@ -146,15 +179,37 @@ def moe_fp8(
     tiles = routing.tiles.shape[0]
     act = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
     _gate_up_kernel[(cdiv(rows13, 64), tiles)](
-        routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
-        top_k=top_k, N=rows13, K=hidden, KP=routing.codes.shape[2], SILU=activation == "silu",
-        **tile, **options,
-    )  # fmt: skip
+        routing.codes,
+        routing.scale,
+        w13,
+        w13_scale,
+        w13_bias,
+        act,
+        routing.order,
+        routing.tiles,
+        top_k=top_k,
+        N=rows13,
+        K=hidden,
+        KP=routing.codes.shape[2],
+        SILU=activation == "silu",
+        **tile,
+        **options,
+    )
     codes, scale = encode_rows(act, 1, permute=False)
     y_dtype = torch.float32 if rows <= 32 else torch.bfloat16
     y = torch.empty(1, pairs, hidden, dtype=y_dtype, device=x.device)
     _down_kernel[(cdiv(hidden, 64), tiles)](
-        codes, scale, w2, w2_scale, w2_bias, y, routing.tiles, N=hidden, K=inter,
-        KP=codes.shape[2], **tile, **options,
-    )  # fmt: skip
+        codes,
+        scale,
+        w2,
+        w2_scale,
+        w2_bias,
+        y,
+        routing.tiles,
+        N=hidden,
+        K=inter,
+        KP=codes.shape[2],
+        **tile,
+        **options,
+    )
     return combine(routing, y, out)

@@ -96,8 +96,9 @@ def _unpack(weight, words, product: gl.constexpr):
 
 
 @gluon.jit
-def _load_tokens(desc, ring, full, empty, tiles, n_tiles, units, K: gl.constexpr,
-                 LEVELS: gl.constexpr):  # fmt: skip
+def _load_tokens(
+    desc, ring, full, empty, tiles, n_tiles, units, K: gl.constexpr, LEVELS: gl.constexpr
+):
     """The loading warp: every chunk of every tile of this program."""
     STAGES: gl.constexpr = ring.type.shape[0]
     slot = gl.to_tensor(0)
@@ -151,9 +152,12 @@ def _activation_position(column):
     """As moe_tile.activation_position."""
     within = column % 128
     return (
-        column // 128 * 128 + within // 8 % 4 * 32 + within // 4 % 2 * 16 + within // 32 * 4
+        column // 128 * 128
+        + within // 8 % 4 * 32
+        + within // 4 % 2 * 16
+        + within // 32 * 4
         + within % 4
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -162,8 +166,20 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _store_gated(acc, words, x_scale, bias, out, group, begin, count, OP: gl.constexpr,
-                 LAST: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def _store_gated(
+    acc,
+    words,
+    x_scale,
+    bias,
+    out,
+    group,
+    begin,
+    count,
+    OP: gl.constexpr,
+    LAST: gl.constexpr,
+    LEVELS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
     """Clamped SwiGLU of [64, tokens] products; codes [P, LEVELS, OP] in the order of columns."""
     TOKENS: gl.constexpr = acc.type.shape[1]
     pairs = acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)).reshape([32, TOKENS, 2])
@@ -227,9 +243,21 @@ def _store_rows(acc, words, x_scale, bias, out, group, begin, count, N: gl.const
 
 
 @gluon.jit
-def _consume(ring, full, empty, tensors, tiles, n_tiles, units, N: gl.constexpr, K: gl.constexpr,
-             OP: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr,
-             PART: gl.constexpr):  # fmt: skip
+def _consume(
+    ring,
+    full,
+    empty,
+    tensors,
+    tiles,
+    n_tiles,
+    units,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OP: gl.constexpr,
+    LEVELS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    PART: gl.constexpr,
+):
     """A warpgroup: row group ``2 * unit + PART`` of every tile of this program."""
     x_scale, weight, weight_scale, bias, out = tensors
     CHUNKS: gl.constexpr = (K + 127) // 128
@@ -260,17 +288,38 @@ def _consume(ring, full, empty, tensors, tiles, n_tiles, units, N: gl.constexpr,
                 _store_rows(acc, words, x_scale, shift, out, group, begin, count, N)
             else:
                 _store_gated(
-                    acc, words, x_scale, shift, out, group, begin, count, OP, N // 64 - 1, LEVELS,
+                    acc,
+                    words,
+                    x_scale,
+                    shift,
+                    out,
+                    group,
+                    begin,
+                    count,
+                    OP,
+                    N // 64 - 1,
+                    LEVELS,
                     DTYPE,
-                )  # fmt: skip
+                )
 
 
 @gluon.jit(do_not_specialize=["n_tiles"])
 def _large_kernel(
-    desc, x_scale, weight, weight_scale, bias, out, tiles, n_tiles, N: gl.constexpr,
-    K: gl.constexpr, OP: gl.constexpr, LEVELS: gl.constexpr, DTYPE: gl.constexpr,
+    desc,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    tiles,
+    n_tiles,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OP: gl.constexpr,
+    LEVELS: gl.constexpr,
+    DTYPE: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """Products of sorted rows with w13, gated (OP codes a row), or with w2 (OP None)."""
     units: gl.constexpr = (N // 64 + 1) // 2
     ring = gl.allocate_shared_memory(
@@ -329,9 +378,20 @@ def large_product(
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
     programs = min(multiprocessors(codes.device), n_tiles * cdiv(width // 64, 2))
     _large_kernel[(programs,)](
-        descriptor(codes.view(pairs * levels, padded), rows * levels, 128), x_scale,
-        weight.view(torch.int32), weight_scale, bias, out, routing.tiles, n_tiles, N=width, K=inner,
-        OP=out.shape[2] if out.dim() == 3 else None, LEVELS=levels,
-        DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16, STAGES=_STAGES, num_warps=4,
+        descriptor(codes.view(pairs * levels, padded), rows * levels, 128),
+        x_scale,
+        weight.view(torch.int32),
+        weight_scale,
+        bias,
+        out,
+        routing.tiles,
+        n_tiles,
+        N=width,
+        K=inner,
+        OP=out.shape[2] if out.dim() == 3 else None,
+        LEVELS=levels,
+        DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
+        STAGES=_STAGES,
+        num_warps=4,
         **pdl_options(codes.device),
-    )  # fmt: skip
+    )

@@ -23,10 +23,21 @@ from oss_fused.kernels.numerics import round_to
 
 @triton.jit
 def _add_rms_norm_router_kernel(
-    x, residual, weight, gate, gate_bias, normed, residual_out, logits, eps,
-    H: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
+    x,
+    residual,
+    weight,
+    gate,
+    gate_bias,
+    normed,
+    residual_out,
+    logits,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PART: tl.constexpr,
     PREFETCH: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * H
     part = tl.program_id(1)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -78,12 +89,23 @@ def add_rms_norm_router(
         block = next_power_of_2(hidden)
         parts = 1 if part is None else cdiv(experts, part)
         _add_rms_norm_router_kernel[(tokens, parts)](
-            x, None if residual is None else residual.contiguous(), weight,
-            gate if part else None, gate_bias if part else None, normed, residual_out, logits,
-            eps, H=hidden, BLOCK=block, EXPERTS=experts, PART=part or 8,
-            PREFETCH=prefetch_weights, num_warps=min(max(block // 512, 1), 16),
+            x,
+            None if residual is None else residual.contiguous(),
+            weight,
+            gate if part else None,
+            gate_bias if part else None,
+            normed,
+            residual_out,
+            logits,
+            eps,
+            H=hidden,
+            BLOCK=block,
+            EXPERTS=experts,
+            PART=part or 8,
+            PREFETCH=prefetch_weights,
+            num_warps=min(max(block // 512, 1), 16),
             **pdl_options(x.device),
-        )  # fmt: skip
+        )
     if not (part and tokens):
         logits = F.linear(normed, gate, gate_bias)
     return normed, residual_out, logits

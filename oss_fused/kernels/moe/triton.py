@@ -24,16 +24,26 @@ def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
     taken = min(tile.groups, 1 << (groups.bit_length() - 1))
     warpgroups = min(tile.warpgroups, taken)
     return {
-        "GROUPS": taken, "DEPTH": tile.depth, "STAGES": tile.stages, "WARPGROUPS": warpgroups,
+        "GROUPS": taken,
+        "DEPTH": tile.depth,
+        "STAGES": tile.stages,
+        "WARPGROUPS": warpgroups,
         "num_warps": 4 * warpgroups,
-    }  # fmt: skip
+    }
 
 
 @triton.jit(do_not_specialize=["n_pairs"])
 def _combine_kernel(
-    y, weights, place, out, n_pairs, TOP_K: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
+    y,
+    weights,
+    place,
+    out,
+    n_pairs,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """out[t] = sum over slots, in their order, of weight * (sum of y's shares at place)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -88,9 +98,17 @@ def moe_mxfp4(
     )
     y_dtype = x.dtype if fp8 or config.large else torch.float32
     y = down(
-        routing, act, act_scale, w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config,
+        routing,
+        act,
+        act_scale,
+        w2,
+        w2_scale,
+        w2_bias,
+        rows13 // 2,
+        y_dtype,
+        config,
         prefetch_weights,
-    )  # fmt: skip
+    )
     return combine(routing, y, out)
 
 
@@ -146,11 +164,27 @@ def gate_up(
         return act, None
     options = _tile_options(config.gate_up, rows // 64)
     _gate_up_kernel[(cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
-        routing.codes, routing.scale, w13, w13_scale, w13_bias, act, routing.order, routing.tiles,
-        top_k=top_k, N=rows, K=hidden, KP=routing.codes.shape[2], OP=padded, ROWS=config.rows,
-        LEVELS=levels, SILU=silu, PROMOTE=config.promote, DTYPE=_TRITON_DTYPES[dtype],
-        **options, **pdl_options(w13.device),
-    )  # fmt: skip
+        routing.codes,
+        routing.scale,
+        w13,
+        w13_scale,
+        w13_bias,
+        act,
+        routing.order,
+        routing.tiles,
+        top_k=top_k,
+        N=rows,
+        K=hidden,
+        KP=routing.codes.shape[2],
+        OP=padded,
+        ROWS=config.rows,
+        LEVELS=levels,
+        SILU=silu,
+        PROMOTE=config.promote,
+        DTYPE=_TRITON_DTYPES[dtype],
+        **options,
+        **pdl_options(w13.device),
+    )
     if silu:
         # unbounded, so each row needs its own scale: known only when the row is complete
         return encode_rows(act, levels)
@@ -181,10 +215,25 @@ def down(
     options = _tile_options(config.down, hidden // 64)
     units = cdiv(hidden // 64, options["GROUPS"])
     _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
-        act, act_scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs, N=hidden, K=inter,
-        KP=padded, ROWS=config.rows, LEVELS=levels, PROMOTE=config.promote,
-        SHARES=config.down.shares, PREFETCH=prefetch_weights, **options, **pdl_options(w2.device),
-    )  # fmt: skip
+        act,
+        act_scale,
+        w2,
+        w2_scale,
+        w2_bias,
+        y,
+        routing.tiles,
+        pairs,
+        N=hidden,
+        K=inter,
+        KP=padded,
+        ROWS=config.rows,
+        LEVELS=levels,
+        PROMOTE=config.promote,
+        SHARES=config.down.shares,
+        PREFETCH=prefetch_weights,
+        **options,
+        **pdl_options(w2.device),
+    )
     return y
 
 
@@ -194,7 +243,16 @@ def combine(routing: Routing, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
     tokens, top_k = routing.topk_ids.shape
     block = min(1024, next_power_of_2(hidden))
     _combine_kernel[(tokens, cdiv(hidden, block))](
-        y, routing.topk_weights, routing.place, out, pairs, TOP_K=top_k, N=hidden, SHARES=shares,
-        BLOCK=block, num_warps=4, **pdl_options(out.device),
-    )  # fmt: skip
+        y,
+        routing.topk_weights,
+        routing.place,
+        out,
+        pairs,
+        TOP_K=top_k,
+        N=hidden,
+        SHARES=shares,
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(out.device),
+    )
     return out

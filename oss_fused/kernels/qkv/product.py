@@ -61,9 +61,16 @@ def request_tokens(desc, full, tokens, STAGES: gl.constexpr):
 
 @gluon.jit
 def product(
-    desc, first, second, full, tokens, boxes, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    desc,
+    first,
+    second,
+    full,
+    tokens,
+    boxes,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
     SLABS: gl.constexpr,
-):  # fmt: skip
+):
     """[64, tokens] float32: rows of both boxes, then what happens to lie behind them."""
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     BLOCK_M: gl.constexpr = tokens.shape[1]

@@ -36,9 +36,24 @@ def _norm_gain(q_norm, k_norm, cols, mask, is_q, is_k):
 
 @triton.jit
 def _store_heads(
-    values, cols, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype: tl.constexpr,
-    q_cols, k_cols, v_cols, is_q, is_k, is_v, write,
-):  # fmt: skip
+    values,
+    cols,
+    mask,
+    q_out,
+    key_slot,
+    value_slot,
+    q_inv,
+    k_inv,
+    v_inv,
+    dtype: tl.constexpr,
+    q_cols,
+    k_cols,
+    v_cols,
+    is_q,
+    is_k,
+    is_v,
+    write,
+):
     rounded = round_to(values, dtype)
     if q_inv is not None:
         codes = quantize_static(rounded.to(tl.float32), q_inv)
@@ -151,18 +166,63 @@ def _rope_kv_kernel(
     k_cols = (head - Q_HEADS).to(tl.int64) * key_head
     v_cols = (head - Q_HEADS - KV_HEADS).to(tl.int64) * value_head
     _store_heads(
-        out_left, left, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype, q_cols,
-        k_cols, v_cols, is_q, is_k, is_v, write,
-    )  # fmt: skip
+        out_left,
+        left,
+        mask,
+        q_out,
+        key_slot,
+        value_slot,
+        q_inv,
+        k_inv,
+        v_inv,
+        dtype,
+        q_cols,
+        k_cols,
+        v_cols,
+        is_q,
+        is_k,
+        is_v,
+        write,
+    )
     _store_heads(
-        out_right, right, mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype, q_cols,
-        k_cols, v_cols, is_q, is_k, is_v, write,
-    )  # fmt: skip
+        out_right,
+        right,
+        mask,
+        q_out,
+        key_slot,
+        value_slot,
+        q_inv,
+        k_inv,
+        v_inv,
+        dtype,
+        q_cols,
+        k_cols,
+        v_cols,
+        is_q,
+        is_k,
+        is_v,
+        write,
+    )
     if ROTARY < HEAD_DIM:
         _store_heads(
-            x_rest, rest, rest_mask, q_out, key_slot, value_slot, q_inv, k_inv, v_inv, dtype,
-            q_cols, k_cols, v_cols, is_q, is_k, is_v, write,
-        )  # fmt: skip
+            x_rest,
+            rest,
+            rest_mask,
+            q_out,
+            key_slot,
+            value_slot,
+            q_inv,
+            k_inv,
+            v_inv,
+            dtype,
+            q_cols,
+            k_cols,
+            v_cols,
+            is_q,
+            is_k,
+            is_v,
+            write,
+        )
 
 
 def _config(tokens: int, pairs: int) -> tuple[int, int]:
