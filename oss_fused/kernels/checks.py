@@ -71,10 +71,8 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 def check_same_device(reference: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """Raise UnsupportedDeviceError unless every tensor lies on ``reference``'s device."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != reference.device:
-            raise UnsupportedDeviceError(
-                f"{name}.device={tensor.device}: expected {reference.device}, as the first argument"
-            )
+        if tensor is not None:
+            check_on_device(reference.device, name, tensor)
 
 
 def check_scale(name: str, scale: torch.Tensor, rows: int) -> None:

@@ -18,7 +18,6 @@ import torch
 from oss_fused.errors import (
     SchemeError,
     ShapeMismatchError,
-    UnsupportedDeviceError,
     UnsupportedDtypeError,
 )
 from oss_fused.kernels.checks import check_dtype, check_on_device, shown
@@ -90,9 +89,7 @@ class Operand:
                 f"{name}.stride()={value.stride()}: expected unit stride along the last dimension"
             )
         if value.device != dims["device"]:
-            raise UnsupportedDeviceError(
-                f"{name}.device={value.device}: expected {dims['device']}, as the first argument"
-            )
+            check_on_device(dims["device"], name, value)
 
     def _check_dtype(self, name: str, value: torch.Tensor, args: Mapping[str, Any]) -> None:
         allowed = self.dtypes if value.is_cuda else (*self.dtypes, *self.cpu)

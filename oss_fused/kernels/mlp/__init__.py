@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``act_mul_quant`` and ``gated_mlp``.
+"""``act_mul_quant``, ``gated_mlp`` and ``gated_mlp_backward``.
 
 act_mul_quant: x [..., 2 I] = gate | up; ``q, scale = quantize_fp8(activation(gate) * up)``, per
 token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as vLLM rounds.
@@ -7,6 +7,11 @@ token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as 
 gated_mlp: x [..., H], gate_weight and up_weight [I, H] in x.dtype, or float8_e4m3fn with
 gate_scale and up_scale [I, 1] or [1] (x is then quantised per token). activation_on="up" gives
 ``gate * activation(up)``, "gate" gives ``activation(gate) * up``; float32, rounded once.
+Returns [..., I] in x.dtype.
+
+gated_mlp_backward: grad [..., I] of that result and inputs of one dtype -> the gradients [rows, I]
+of ``x @ gate_weight.T`` and ``x @ up_weight.T``, which it computes again.
+
 Activations: "silu", "gelu" (erf form), "gelu_tanh".
 """
 

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: MIT
 """``quantize_fp8``, ``quantize_fp8_adjusted`` and ``dequantize_fp8``.
 
-Scales are float32 dequantisation multipliers, ``x ~= q * scale``; the arithmetic is that of
-kernels/quantize/reference.py on every backend, bit for bit.
+Scales are float32 dequantisation multipliers, ``x ~= q * scale``. Every backend gives the codes and
+scales of reference.py bit for bit.
+
+quantize_fp8: x [..., K] -> q float8_e4m3fn [..., K] and its scale. Without ``scale`` the strategy
+"tensor" computes one scale [1]; "token" and "channel" compute one per row [..., 1]. A given scale
+has one element or one per row; finite values saturate at 448 * scale.
+
+quantize_fp8_adjusted: as quantize_fp8 with a given scale, which is raised where it is too small for
+x, per tensor or per row as it is given. Returns q and the scale used.
+
+dequantize_fp8: q float8_e4m3fn [..., K] and a scale of one element or one per row ->
+``q * scale`` in float32, rounded to out_dtype.
 """
 
 from __future__ import annotations

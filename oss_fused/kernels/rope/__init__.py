@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""``rmsnorm_rope`` and ``rope_kv``.
+"""``rmsnorm_rope``, ``rmsnorm_rope_backward`` and ``rope_kv``.
 
 rmsnorm_rope: x [B, S, H], weight [H], cos and sin [S, head_dim]; y = rms_norm(x) * weight in
 float32, then ``y * cos + rotate_half(y) * sin`` per head of head_dim values, rounded once.
+
+rmsnorm_rope_backward: grad [B, S, H] of that result and its inputs -> the gradients of x [B, S, H]
+and of weight [H], each in the dtype of its input. float64 inputs are computed in float64.
 
 rope_kv: qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided; positions [T];
 cos_sin_cache [positions, rotary_dim] (cos | sin, YaRN's factors included), rotary_dim <= head_dim;
