@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, arms: list[Any], vocab: int, folder: Path) -> 
         for name, module, job, environment in jobs:
             path, log_path = folder / f"{name}.json", folder / f"{name}.log"
             path.write_text(json.dumps({"model": args.model, "tokens": str(tokens)} | job))
-            command = [sys.executable, "-m", f"oss_fused.bench.{module}", str(path)]
+            command = [sys.executable, "-m", f"harness.{module}", str(path)]
             with log_path.open("wb") as log:
                 process = processes.start(command, log, common | dict(environment))
             stack.callback(processes.stop, process)

@@ -8,7 +8,7 @@ nobody reads or is known, and everything else is vLLM's:
 - attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before;
 - positions and counts of a batch in which every request takes one token;
-- launching the head operator by operator (head_graphs.py).
+- launching the head operator by operator (lm_head.py).
 
 OSS_FUSED_STEP=vllm keeps vLLM's.
 """

@@ -114,8 +114,8 @@ class GptOss(choice.GptOssRoutedExperts):
 @pytest.fixture(params=["fp8", "mxfp4"])
 def chosen(request, monkeypatch):
     """The method a CPU takes for a layer with FP8 or MXFP4 experts."""
-    for module in ("experts", "experts_mxfp4"):
-        monkeypatch.setattr(f"oss_fused.plugin.{module}.max_routed_tokens", lambda moe: 16)
+    for module in ("fp8", "mxfp4"):
+        monkeypatch.setattr(f"oss_fused.layers.vllm.experts.{module}.max_routed_tokens", lambda moe: 16)
 
     def choose(**changes):
         if request.param == "fp8":
