@@ -31,18 +31,18 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_EXPERTS": Variable(
         "auto",
         ("auto", "oss", "vllm"),
-        "MoE experts: our kernels where they measure faster, always ours, or vLLM's own",
+        "MoE experts: native kernels where they measure faster, always native kernels, or vLLM's",
     ),
     "OSS_FUSED_EXPERT_ACTIVATIONS": Variable(
         "auto",
         ("auto", "exact", "fp8"),
-        "activations of our MXFP4 experts: exact keeps bf16's precision, fp8 quantises them from "
-        "256 tokens a step on, auto from 512, whatever the tokens are",
+        "activations of native MXFP4 experts: exact keeps bf16; fp8 quantises them in steps of 256 "
+        "tokens and more, auto in steps of 512 and more",
     ),
     "OSS_FUSED_ATTENTION": Variable(
         "auto",
         ("auto", "vllm"),
-        "decode attention: our kernel where it applies, or vLLM's backend throughout",
+        "decode attention: the native kernel where it applies, or always vLLM's backend",
     ),
     "OSS_FUSED_MODELS": Variable(
         "1",
@@ -52,25 +52,26 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_STEP": Variable(
         "short",
         ("short", "vllm"),
-        "host side of a step: shorter (model_state.py, scheduler.py, larger graphs), or vLLM's",
+        "short: fewer host operations per step (model_state.py, scheduler.py, larger graphs); "
+        "vllm: as vLLM",
     ),
     "OSS_FUSED_MONITOR": Variable(
         "0",
         (),
-        "watch the activations of FP8 layers in one step of so many while serving; 0 does not",
+        "N: sample the inputs of FP8 layers in one step in N while serving; 0 disables",
     ),
     "OSS_FUSED_MONITOR_POLICY": Variable(
         "",
         (),
-        "file of layers to serve with 16-bit activations: read at start, written by the monitor",
+        "file that lists layers to serve with 16-bit activations; the monitor adds to it",
     ),
     "OSS_FUSED_MONITOR_DIR": Variable(
         "",
         (),
-        "folder where workers leave the monitor's figures for /metrics; by default a temporary one",
+        "folder where workers write the monitor's figures for /metrics; default: a temporary one",
     ),
 }
-# these change no kernel and no graph, except by what the policy file says
+# these change no graph, except through the content of the policy file
 _WATCHING = "OSS_FUSED_MONITOR"
 
 

@@ -34,7 +34,7 @@ from oss_fused.layers.vllm.unquantized import (
 from oss_fused.plugin import fingerprint
 from oss_fused.plugin.checkpoint import check_before_load
 from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
-from oss_fused.plugin.monitor.policy import exact_layers
+from oss_fused.plugin.monitor.policy import bits16_layers
 from oss_fused.quant import settings
 from oss_fused.quant.checkpoint.audit import check_remote_code
 from oss_fused.quant.patterns import find_target, is_ignored, matches, shards
@@ -74,7 +74,7 @@ class OssFp8Config(QuantizationConfig):
         self.feeds_tied_head = False
         self._options_read = False
         # layers that the monitor's policy gives 16-bit activations, with the reason
-        self._exact: dict[str, str] = {}
+        self._bits16: dict[str, str] = {}
         self._unmatched_ignore: set[str] = set()
 
     def __repr__(self) -> str:
@@ -146,15 +146,15 @@ class OssFp8Config(QuantizationConfig):
         """
         self._read_options()
         if isinstance(layer, LinearBase):
-            # a router's or a classifier's rounding could change who is chosen, and neither is time
-            # or memory
+            # rounding in a router or classifier could change what it selects, and FP8 would save
+            # little time or memory there
             chooses = isinstance(layer, GateLinear) or prefix.rpartition(".")[2] in _CLASSIFIERS
             scheme = None if chooses else self.scheme_of(prefix)
             if scheme is None:
                 return OssUnquantizedLinearMethod(prefix)
             return self._linear_method(scheme, prefix)
         if isinstance(layer, ParallelLMHead):
-            # the head belongs to the model's own quantisation only where it asks for it
+            # the head is quantised only if the checkpoint, the options or the model ask for it
             scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
             if scheme is None:
                 return OssUnquantizedEmbeddingMethod(prefix)
@@ -166,7 +166,7 @@ class OssFp8Config(QuantizationConfig):
             return OssUnquantizedEmbeddingMethod(prefix or "model.embed_tokens")
         if isinstance(layer, RoutedExperts):
             experts = experts_method(layer, self.settings, prefix)
-            if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._exact:
+            if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._bits16:
                 experts.fp8_min_tokens = -1
             return experts
         if isinstance(layer, Attention) and self.settings.calibrated:
@@ -175,7 +175,7 @@ class OssFp8Config(QuantizationConfig):
 
     def _linear_method(self, scheme: QuantizationScheme, prefix: str) -> OssFp8LinearMethod:
         method = OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
-        method.exact_inputs = prefix in self._exact
+        method.bits16_inputs = prefix in self._bits16
         return method
 
     def scheme_of(self, prefix: str) -> QuantizationScheme | None:
@@ -210,7 +210,7 @@ class OssFp8Config(QuantizationConfig):
         model = vllm_config.model_config
         check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
         fingerprint.record(vllm_config)
-        self._exact = exact_layers()
+        self._bits16 = bits16_layers()
         # options are for the served model: its layers are not the draft's
         draft = model.runner_type == "draft"
         raw = None if draft else vllm_config.additional_config.get("oss_fused")

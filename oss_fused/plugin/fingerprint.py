@@ -17,7 +17,7 @@ from typing import Any
 import oss_fused
 from oss_fused import envs
 from oss_fused.errors import SchemeError
-from oss_fused.plugin.monitor.policy import exact_layers
+from oss_fused.plugin.monitor.policy import bits16_layers
 
 KEY = "oss_fused_fingerprint"
 
@@ -35,7 +35,7 @@ def source_hash() -> str:
 
 def fingerprint() -> str:
     """Version, sources and settings of the package, as one string."""
-    settings = [envs.graph_settings(), sorted(exact_layers())]
+    settings = [envs.graph_settings(), sorted(bits16_layers())]
     return json.dumps([oss_fused.__version__, source_hash(), *settings], sort_keys=True)
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What a decode step need not do on the host.
+"""Host work that a decode step can skip.
 
-A step of gpt-oss-20b at batch 1 is 1.3 ms on an H200, less than vLLM takes to prepare the next
-one. vLLM's model runner (V2) lets a model bring a ``ModelState``; ours leaves out work whose result
-nobody reads or is known, and everything else is vLLM's:
+A step of gpt-oss-20b at batch 1 takes 1.3 ms on an H200, less than vLLM takes to prepare the next
+one. In vLLM's model runner V2 a model can bring its own ``ModelState``. ``OssModelState`` skips
+work whose result is not read, or known before:
 
 - attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before;
 - positions and counts of a batch in which every request takes one token;
 - launching the head operator by operator (lm_head.py).
 
-OSS_FUSED_STEP=vllm keeps vLLM's.
+OSS_FUSED_STEP=vllm keeps vLLM's ModelState.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = init_logger(__name__)
 
 
 class OssModelState(DefaultModelState):
-    """vLLM's state of a decoder, with less to do in a decode step."""
+    """vLLM's state of a decoder, with fewer host operations per decode step."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
@@ -69,7 +69,7 @@ class OssModelState(DefaultModelState):
             sampler.max_num_reqs = self.max_num_reqs
 
     def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
-        """Record the head for small batches, where it is ours and on one device."""
+        """Record the head for small batches, if it is FP8 and on one device."""
         super().capture_inner_cudagraphs(*args, **kwargs)
         model = self.model
         head = getattr(model, "lm_head", None)
@@ -89,7 +89,7 @@ class OssModelState(DefaultModelState):
 
 
 class OssSampler(Sampler):
-    """vLLM's sampler, with less around it where each request takes a token and nothing else."""
+    """vLLM's sampler, with fewer host operations where each request takes one token."""
 
     # of sampled and of rejected tokens: ones and zeros [max_num_reqs]
     counts: tuple[torch.Tensor, torch.Tensor] | None
@@ -136,6 +136,6 @@ class OssSampler(Sampler):
 
 
 def brings_state(model: torch.nn.Module) -> bool:
-    """Whether all attention of ``model`` is ours, so that OssModelState fits it."""
+    """Whether OssAttentionImpl runs all attention of ``model``, as OssModelState needs."""
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     return bool(layers) and all(type(layer.impl) is OssAttentionImpl for layer in layers)

@@ -47,16 +47,16 @@ _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class _BeforeLayers(QuantizeMethodBase):
-    """Has vLLM look at a whole model when all is loaded, and no layer processed.
+    """Makes vLLM check a whole model after loading and before it processes any layer.
 
-    A model's own hook would not do: vLLM calls that of the outermost model alone.
+    The model's own hook is not enough: vLLM calls it for the outermost model only.
     """
 
     requires_device_loading = False
     supports_pre_processed_weights = True
 
     def create_weights(self, layer: nn.Module, *args: Any, **extra: Any) -> None:
-        """None of its own."""
+        """A model has no weights of its own."""
 
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Never called: a model is no layer.
@@ -89,15 +89,15 @@ class _OssModel(CompleteModel, nn.Module):
     needed: Sequence[str] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Build the model as vLLM does; change it if its quantisation is ours."""
-        ours = isinstance(vllm_config.quant_config, OssFp8Config)
-        if ours:
+        """Build the model as vLLM does; change it if its quantisation is oss_fp8."""
+        is_oss_fp8 = isinstance(vllm_config.quant_config, OssFp8Config)
+        if is_oss_fp8:
             vllm_config.quant_config.feeds_tied_head = True
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._ours = ours
+        self._is_oss_fp8 = is_oss_fp8
         self.head_graphs = HeadGraphs()
         self.loaded_names = set()
-        if self._ours:
+        if self._is_oss_fp8:
             self.quant_method = _BeforeLayers()
             self._adopt(vllm_config)
             vllm_config.quant_config.check_ignore()
@@ -133,11 +133,11 @@ class _OssModel(CompleteModel, nn.Module):
                 yield "lm_head.weight", weight
 
     def process_weights_after_loading(self) -> None:
-        """Compile what belongs to no one layer, and watch the layers, if the monitor is on.
+        """Compile the routers and start the monitor if it is on.
 
         vLLM calls this when every layer is ready.
         """
-        if self._ours:
+        if self._is_oss_fp8:
             for block in self.model.layers:
                 if type(block) is OssTransformerBlock:
                     warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
@@ -145,7 +145,7 @@ class _OssModel(CompleteModel, nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load all weights or a part; a load may take several calls. Returns parameters' names."""
-        if self._ours:
+        if self._is_oss_fp8:
             weights = self._feed_tied_head(weights)
         loaded = super().load_weights(weights)  # type: ignore[misc]
         self.loaded_names |= loaded
@@ -157,7 +157,7 @@ class _OssModel(CompleteModel, nn.Module):
         Raises:
             CheckpointError: names the first missing tensors.
         """
-        if not self._ours:
+        if not self._is_oss_fp8:
             return
         missing = [spellings(name)[-1] for name in self.needed if name not in self.loaded_names]
         if missing:

@@ -24,8 +24,8 @@ MODEL_CLASSES = {
     "Qwen3ForCausalLM": "OssQwen3ForCausalLM",
 }
 
-# tokens of the largest step that is replayed as CUDA graphs, as vLLM itself has it for gpt-oss.
-# With graphs up to 512 only, Llama's first token comes later at 8 requests at once (docs/decode.md)
+# tokens of the largest step that replays CUDA graphs: vLLM's own number for gpt-oss. With 512,
+# Llama's time to first token at 8 concurrent requests is longer (docs/decode.md)
 GRAPH_TOKENS = 1024
 
 # Python's own, which needs nothing of vLLM
@@ -61,7 +61,7 @@ def _register() -> None:
 
     from oss_fused.plugin.config import OssFp8Config
 
-    # all that may fail stands above: nothing is registered by halves
+    # imports that can fail stand above: registration is complete or does not happen
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
@@ -69,7 +69,7 @@ def _register() -> None:
     try:
         _register_metrics()
     except Exception as error:
-        # a folder that cannot be made, a name that is taken: no reason not to serve
+        # a folder that cannot be created or a name that is taken must not stop the server
         logger.warning("oss_fused shows no metrics: %r", error)
 
 
@@ -117,9 +117,9 @@ def _register_refusal(reason: str) -> None:
 
 
 def shorten_steps(vllm_config: VllmConfig) -> None:
-    """Leave the host less to do, where the quantisation is ours and the user chose nothing else.
+    """Reduce the host work per step of an oss_fp8 model, unless the user chose otherwise.
 
-    That is the scheduler of plugin/scheduler.py, and CUDA graphs for up to GRAPH_TOKENS tokens.
+    Selects the scheduler of plugin/scheduler.py, and CUDA graphs for up to GRAPH_TOKENS tokens.
     """
     if (
         vllm_config.model_config.quantization != QUANT_METHOD
@@ -144,7 +144,7 @@ def _add_to_settings(
     theirs = settings.get(architecture, VerifyAndUpdateConfig)
 
     class Changed(theirs):  # type: ignore[misc, valid-type]
-        """vLLM's settings of a model, and a change of ours."""
+        """vLLM's settings of a model, then ``change``."""
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:

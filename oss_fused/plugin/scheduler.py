@@ -4,11 +4,11 @@
 For every request and step vLLM's scheduler frees blocks that left the window, counts the blocks
 that are missing, takes them and looks for full ones to share, although a request that decodes
 crosses a block's edge once in 16 steps. At 256 requests that is half of the scheduler's time, and
-the scheduler's as long as the kernels' (docs/decode.md). ``StepKVCacheManager`` looks first
-whether there is anything to free, to take or to share, and leaves it to vLLM if there is: blocks
-are freed, taken and shared in the same step and the same order as vLLM's.
+the scheduler takes as long as the kernels (docs/decode.md). ``StepKVCacheManager`` first checks
+whether there is a block to free, to take or to share. If so, vLLM's code runs: blocks are freed,
+taken and shared in the same step and order as in vLLM.
 
-registration.py makes it vLLM's choice; OSS_FUSED_STEP=vllm or a ``--scheduler-cls`` prevents that.
+registration.py selects this scheduler. OSS_FUSED_STEP=vllm or ``--scheduler-cls`` selects another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class StepKVCacheManager(KVCacheManager):
-    """vLLM's, for full attention and sliding windows: a step within a block is free."""
+    """vLLM's manager, for full attention and sliding windows; skips steps that stay in a block."""
 
     # of each group: tokens of a block, tokens kept behind the next one, blocks and number of
     # shared blocks by request

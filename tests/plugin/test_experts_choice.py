@@ -24,7 +24,7 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platfor
 @pytest.fixture
 def on_a_hopper(monkeypatch):
     """Record what the method is made with, as if this were an H200."""
-    monkeypatch.setattr(choice, "_ours_is_faster", lambda: True)
+    monkeypatch.setattr(choice, "_native_is_faster", lambda: True)
     monkeypatch.setattr(choice, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(choice, "OssFp8MoEMethod", lambda *given: given)
 
@@ -115,7 +115,9 @@ class GptOss(choice.GptOssRoutedExperts):
 def chosen(request, monkeypatch):
     """The method a CPU takes for a layer with FP8 or MXFP4 experts."""
     for module in ("fp8", "mxfp4"):
-        monkeypatch.setattr(f"oss_fused.layers.vllm.experts.{module}.max_routed_tokens", lambda moe: 16)
+        monkeypatch.setattr(
+            f"oss_fused.layers.vllm.experts.{module}.max_routed_tokens", lambda moe: 16
+        )
 
     def choose(**changes):
         if request.param == "fp8":

@@ -26,7 +26,7 @@ from oss_fused.plugin.monitor.metrics import (
     share_folder,
     write_figures,
 )
-from oss_fused.plugin.monitor.policy import add_layers, exact_layers
+from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
 from tests.plugin.conftest import build, calibrate
 
 
@@ -55,11 +55,11 @@ def test_statistics(folder, caplog, monkeypatch):
     statistics = monitor.Statistics(["a", "b", "unseen"], [float("inf"), 4.0, 1.0], rank=0)
     calm = np.array([[1.0, 2.0], [1.0, 3.0], [0.0, 0.0]], np.float32)
     statistics.add(calm, [2, 2, 0])
-    assert not exact_layers() and not caplog.records
+    assert not bits16_layers() and not caplog.records
     odd = np.array([[float("nan"), 20.0], [float("inf"), 4.0], [0.0, 0.0]], np.float32)
     statistics.fp8_only = {"b"}
     statistics.add(odd, [2, 2, 0])
-    assert set(exact_layers()) == {"a"}
+    assert set(bits16_layers()) == {"a"}
     statistics.fp8_only = set()
     statistics.add(odd, [2, 2, 0])
     seen = metrics()
@@ -70,19 +70,19 @@ def test_statistics(folder, caplog, monkeypatch):
     assert seen["oss_fused:saturated_tokens_total", "b"] == 2
     assert seen["oss_fused:amax_outliers_total", "a"] == 1  # then it is the usual
     assert seen["oss_fused:activation_amax", "a"] == 20
-    assert set(exact_layers()) == {"a", "b"}
+    assert set(bits16_layers()) == {"a", "b"}
     kinds = [record.getMessage().split(" at ")[0] for record in caplog.records]
     assert kinds == [f"oss_fused monitor: {k}" for k in ("NaN or Inf", "saturation", "outliers")]
 
 
 def test_policy_file(folder):
-    assert exact_layers() == {}
+    assert bits16_layers() == {}
     add_layers({"x": "first"})
     add_layers({"x": "second", "y": "third"})
-    assert exact_layers() == {"x": "first", "y": "third"}
+    assert bits16_layers() == {"x": "first", "y": "third"}
     (folder / "policy.json").write_text(json.dumps({"kind": "other", "layers": {}}))
     with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_POLICY"):
-        exact_layers()
+        bits16_layers()
 
 
 def test_policy_changes_the_compile_key(folder, monkeypatch):
@@ -181,7 +181,7 @@ def test_layers_by_policy_are_those_of_the_start(folder):
     for name in ("early", "late", "other"):
         layers.append(linear_layer(name))
     watcher.watch(layers)
-    assert watcher.statistics.exact == 1
+    assert watcher.statistics.bits16 == 1
 
 
 def linear_layer(name):
@@ -207,11 +207,11 @@ def test_ranks_add_to_the_policy_at_once(folder):
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
-        exact_layers()
+        bits16_layers()
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
-    assert len(exact_layers()) == 80
+    assert len(bits16_layers()) == 80
     assert {path.name for path in folder.iterdir()} == {"policy.json", "policy.json.lock"}
 
 
@@ -255,9 +255,9 @@ def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, monkeyp
     first = served.generate()
     served.generate()
     deadline = time.monotonic() + 20
-    while not exact_layers() and time.monotonic() < deadline:
+    while not bits16_layers() and time.monotonic() < deadline:
         time.sleep(0.1)
-    layers = exact_layers()
+    layers = bits16_layers()
     assert "model.layers.0.self_attn.qkv_proj" in layers and "reach the limit" in str(layers)
     seen = metrics()
     assert seen["oss_fused:saturated_tokens_total", "model.layers.1.mlp.gate_up_proj"] > 0
@@ -265,7 +265,7 @@ def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, monkeyp
     again = engine(model)
     assert again.generate() != first
     layer = again.model.model.layers[0].self_attn.qkv_proj
-    assert layer.quant_method.exact_inputs and not hasattr(layer, "_input_quant_key")
+    assert layer.quant_method.bits16_inputs and not hasattr(layer, "_input_quant_key")
 
 
 @pytest.mark.serve
@@ -274,4 +274,4 @@ def test_output_is_the_same_with_the_monitor(folder, monkeypatch, engine):
     plain = engine(model).generate()
     monkeypatch.setenv("OSS_FUSED_MONITOR", "1")
     assert engine(model).generate() == plain
-    assert not exact_layers()
+    assert not bits16_layers()

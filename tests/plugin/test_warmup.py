@@ -106,8 +106,8 @@ def test_exact_layers_are_warmed_beside_others(monkeypatch):
         warmup.warm_routed(method, layer, torch.bfloat16, 2048)
         return list(ran)
 
-    exact, fp8, again = warm(-1), warm(512), warm(512)
-    assert 512 in fp8 and 512 not in exact and not again
+    bits16, fp8, again = warm(-1), warm(512), warm(512)
+    assert 512 in fp8 and 512 not in bits16 and not again
 
 
 def test_once_for_each_key(monkeypatch):

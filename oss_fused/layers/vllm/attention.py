@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Decode steps in our attention kernel, everything else in FlashAttention.
+"""Attention of decode batches in the native kernel, of all other batches in FlashAttention.
 
-A decode batch (one token a sequence) goes to ``torch.ops.oss_fused.decode_attention``: one
-launch instead of FlashAttention 3's three at short context. Prefill and mixed batches, and what
-the kernel does not do (soft cap, ALiBi, context parallelism, prefix-LM masks), stay where they
-were. Metadata, cache layout and cache writes are vLLM's in both cases, so the choice is made
-batch by batch. OSS_FUSED_ATTENTION=vllm turns it off.
+A decode batch has one token per sequence. It runs ``torch.ops.oss_fused.decode_attention``: one
+launch, where FlashAttention 3 takes three at short context. Prefill and mixed batches run
+FlashAttention, and so does what the kernel lacks: soft cap, ALiBi, context parallelism, prefix-LM
+masks. Metadata, cache layout and cache writes are vLLM's in both cases, so each batch can choose.
+OSS_FUSED_ATTENTION=vllm turns the native kernel off.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused import envs
 
 FP8 = torch.float8_e4m3fn
+# positions up to which the kernel is faster with large FP8 heads
 _SHORT = 2048
 
 
@@ -67,7 +68,13 @@ class OssAttentionImpl(FlashAttentionImpl):
             or output_block_scale is not None
         ):
             return super().forward(
-                *(layer, query, key, value, kv_cache, attn_metadata, output),
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
                 output_scale=output_scale,
                 output_block_scale=output_block_scale,
             )
@@ -97,10 +104,10 @@ class OssAttentionImpl(FlashAttentionImpl):
 
 
 def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the attention layers of ``model`` that can use it our decode kernel.
+    """Give the attention layers of ``model`` that can use it the native decode kernel.
 
     The implementation object changes its class, because vLLM has no hook between a backend and
-    its implementation, and a backend of our own would leave its name's special cases behind.
+    its implementation. A new backend would lose the special cases that vLLM has for this name.
     """
     parallel = vllm_config.parallel_config
     overlapping = getattr(parallel, "use_ubatching", False)
@@ -168,7 +175,19 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
         table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         lens = torch.ones(rows, dtype=torch.int32, device=device)
         torch.ops.oss_fused.decode_attention(
-            *(query, keys, values, table, lens, out, impl.arrivals, impl.scale),
-            *(impl.sliding_window[0] + 1, impl.sinks, one, one, one, True),
+            query,
+            keys,
+            values,
+            table,
+            lens,
+            out,
+            impl.arrivals,
+            impl.scale,
+            impl.sliding_window[0] + 1,
+            impl.sinks,
+            one,
+            one,
+            one,
+            True,
         )
         rows *= 2

@@ -71,7 +71,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         self.tied = False
         self.head_is_fed = False
         # by the monitor's policy: activations stay in 16 bits whatever the scheme says
-        self.exact_inputs = False
+        self.bits16_inputs = False
 
     def create_weights(
         self,
@@ -177,7 +177,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
     def _advertise(self, layer: Any) -> None:
         """Tell producers of activations which quantised form this layer takes."""
         inputs = self.scheme.input_activations
-        if inputs is None or self.exact_inputs:
+        if inputs is None or self.bits16_inputs:
             return
         if inputs.dynamic:
             layer._input_quant_key = kFp8DynamicTokenSym
@@ -199,7 +199,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
                 rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True
             )
             return out.view(*x.orig_shape[:-1], -1)
-        if self.exact_inputs or self.scheme.input_activations is None:
+        if self.bits16_inputs or self.scheme.input_activations is None:
             return _weight_only(x, layer.weight, layer.weight_scale, bias)
         input_scale = layer.input_scale if self.scheme.needs_data else None
         return torch.ops.oss_fused.fp8_linear(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Logits of small batches from CUDA graphs.
+"""CUDA graphs of the head for small batches.
 
-vLLM's graphs end at the last hidden state; the head runs operator by operator. For few rows the
-host needs longer for its launches than the device for its work.
+vLLM's graphs end at the last hidden state, and the head runs operator by operator. For few rows the
+host takes longer to launch the head than the device takes to run it.
 """
 
 from __future__ import annotations

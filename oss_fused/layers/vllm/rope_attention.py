@@ -157,7 +157,10 @@ class RopeAndCache:
         q_norm = getattr(attention, "q_norm", None)
         k_norm = getattr(attention, "k_norm", None)
         arguments = (
-            *(positions, rope.cos_sin_cache, layer.num_heads, rope.is_neox_style),
+            positions,
+            rope.cos_sin_cache,
+            layer.num_heads,
+            rope.is_neox_style,
             *cache.transpose(1, 2).split(layer.head_size, dim=-1),
             slots,
             layer._k_scale if quantised else None,
@@ -169,10 +172,16 @@ class RopeAndCache:
         )
         if len(projected) == 1:
             return torch.ops.oss_fused.rope_kv(*projected, *arguments)
-        linear = attention.qkv_proj
+        (codes, scale), linear = projected, attention.qkv_proj
         return torch.ops.oss_fused.qkv_rope_kv(
-            *(projected[0], linear.weight, projected[1], linear.weight_scale, linear.bias),
-            *(rope.cos_sin_cache.dtype, *arguments, True),
+            codes,
+            linear.weight,
+            scale,
+            linear.weight_scale,
+            linear.bias,
+            rope.cos_sin_cache.dtype,
+            *arguments,
+            True,
         )
 
     def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:
@@ -181,9 +190,8 @@ class RopeAndCache:
         heads, size = layer.num_kv_heads, layer.head_size
         device = self.attention.rotary_emb.cos_sin_cache.device
         quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
-        cache = torch.zeros(
-            *(1, heads, 16, 2 * size), dtype=torch.uint8 if quantised else dtype, device=device
-        )
+        cache_dtype = torch.uint8 if quantised else dtype
+        cache = torch.zeros(1, heads, 16, 2 * size, dtype=cache_dtype, device=device)
         for rows in (1, min(max_rows, 128)):
             qkv = torch.zeros(
                 rows, (layer.num_heads + 2 * heads) * size, dtype=dtype, device=device
@@ -212,7 +220,11 @@ def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch
     if layer.impl.rope.joins and _is_token_wise(hidden_states):
         codes, scale = hidden_states.data, hidden_states.scale
         qkv = torch.ops.oss_fused.project_many(
-            *(codes, linear.weight, scale, linear.weight_scale, linear.bias),
+            codes,
+            linear.weight,
+            scale,
+            linear.weight_scale,
+            linear.bias,
             hidden_states.orig_dtype,
         )
     else:

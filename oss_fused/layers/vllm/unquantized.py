@@ -41,7 +41,10 @@ class OssUnquantizedLinearMethod(CheckedMethod, UnquantizedLinearMethod):
         """Register vLLM's parameters with a loader that refuses codes."""
         layer.logical_widths = output_partition_sizes
         super().create_weights(
-            *(layer, input_size_per_partition, output_partition_sizes, *sizes),
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            *sizes,
             **_checked(extra, f"{self.prefix}.weight"),
         )
         self.mark_missing(layer)

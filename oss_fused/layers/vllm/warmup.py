@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Compile every kernel a layer can need while the model loads, so that no request waits for one.
+"""Compile every kernel that a layer can need while the model loads: no request waits for it.
 
-A kernel is compiled once per bucket of rows (``kernels.tiles.ROW_BUCKETS``) and shape class;
-layers of equal shape share that. Nothing happens on a CPU.
+A kernel is compiled once per bucket of rows (``kernels.tiles.ROW_BUCKETS``) and shape; layers of
+equal shape share it. A CPU compiles nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _done: set[Hashable] = set()
 
 
 def max_tokens() -> int:
-    """Most tokens of one step; to be asked while vLLM builds the model."""
+    """Most tokens of one step; call it while vLLM builds the model."""
     return get_current_vllm_config().scheduler_config.max_num_batched_tokens
 
 
@@ -130,7 +130,7 @@ def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None
         method.apply_monolithic(layer, x, logits)
 
     shape, kind = tuple(weight.shape), type(method)
-    # a layer that OSS_FUSED_MONITOR_POLICY keeps exact differs from its neighbours in large batches
+    # a layer that OSS_FUSED_MONITOR_POLICY keeps in 16 bits differs from others in large batches
     large = method.variant(layer, limit)
     key = (kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device, large)
     warm_batches(key, limit, functools.partial(method.variant, layer), run)

@@ -33,7 +33,7 @@ _COUNTERS = {
 }
 _AMAX = ("oss_fused:activation_amax", "Largest input magnitude in the last sample")
 _SAMPLES = ("oss_fused:monitor_samples", "Steps that the monitor looked at")
-_EXACT = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations by policy")
+_BITS16 = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations by policy")
 
 
 @dataclass
@@ -90,12 +90,12 @@ def share_folder() -> None:
     atexit.register(remove)
 
 
-def write_figures(rank: int, samples: int, exact: int, layers: dict[str, LayerFigures]) -> None:
+def write_figures(rank: int, samples: int, bits16: int, layers: dict[str, LayerFigures]) -> None:
     """Replace this rank's file; a reader never sees half of one."""
     content = {
         "rank": rank,
         "samples": samples,
-        "exact": exact,
+        "bits16": bits16,
         "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
     }
     write_json(Path(envs.get(_DIR)) / f"rank{rank}.json", content)
@@ -122,7 +122,7 @@ class Collector:
         """One family per metric; none before the first sample."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _EXACT)}
+        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _BITS16)}
         families: dict[str, Any] = {}
         for content in read_figures():
             for (name, meaning), labels, value in _samples(content):
@@ -137,7 +137,7 @@ def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
     """Metric, labels and value of everything in a rank's file; nothing for what was not seen."""
     rank = {"rank": str(content["rank"])}
     yield _SAMPLES, rank, content["samples"]
-    yield _EXACT, rank, content["exact"]
+    yield _BITS16, rank, content["bits16"]
     for layer, figures in content["layers"].items():
         labels = {"layer": layer, **rank}
         for field, metric in {"amax": _AMAX, **_COUNTERS}.items():

@@ -24,7 +24,7 @@ def policy_path() -> Path | None:
     return Path(name) if name else None
 
 
-def exact_layers() -> dict[str, str]:
+def bits16_layers() -> dict[str, str]:
     """Name (as in vLLM's model) -> reason of each layer in the file; empty if there is none.
 
     Raises:
@@ -62,6 +62,6 @@ def add_layers(layers: dict[str, str]) -> None:
     # the file itself is replaced, so that the lock lies on one beside it
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        known = exact_layers()
+        known = bits16_layers()
         if not layers.keys() <= known.keys():
             write_json(path, {"kind": _KIND, "layers": layers | known})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Watches the inputs of FP8 layers while a server runs: NaN and Inf, saturation, outliers.
 
-One step of OSS_FUSED_MONITOR is a sample. It runs outside CUDA graphs, so that our operators
-see it; each layer's largest magnitude per token goes into a row of a buffer on the device, the
-buffer is copied to the host behind the step, and a thread evaluates it. All other steps do nothing
-more than count. Every tensor-parallel rank samples the same step.
+One step in OSS_FUSED_MONITOR is a sample. It runs outside CUDA graphs, so that operators run and
+call the observer. Each layer's largest magnitude per token goes into a row of a buffer on the
+device. After the step the buffer is copied to the host, where a thread evaluates it. All other
+steps only count. Every tensor-parallel rank samples the same step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.plugin.monitor.metrics import LayerFigures, interval, write_figures
-from oss_fused.plugin.monitor.policy import add_layers, exact_layers, policy_path
+from oss_fused.plugin.monitor.policy import add_layers, bits16_layers, policy_path
 from oss_fused.quant.formats import E4M3
 
-# tokens of a step that are looked at: decode steps whole, prefill steps in part
+# tokens of a step that are sampled: all of a decode step, some of a prefill step
 _ROWS = 256
-# an amax so many times the usual is an outlier
+# an amax that exceeds the usual one by this factor is an outlier
 _OUTLIER = 8.0
 _MOMENTUM = 0.9
 # share of a sample's tokens at the limit of a static scale that counts as misbehaviour
@@ -47,20 +47,20 @@ logger = init_logger(__name__)
 class Statistics:
     """Figures of all layers, sample by sample; knows nothing of devices."""
 
-    def __init__(self, names: list[str], limits: list[float], rank: int, exact: int = 0) -> None:
+    def __init__(self, names: list[str], limits: list[float], rank: int, bits16: int = 0) -> None:
         """Start empty.
 
         Args:
             names: of the layers, in model order.
             limits: the magnitude at which each saturates; inf for scales taken while serving.
             rank: tensor-parallel.
-            exact: layers that run with 16-bit activations by policy.
+            bits16: number of layers that run with 16-bit activations by policy.
         """
         self.layers = {
             name: LayerFigures(saturated=None if limit == float("inf") else 0)
             for name, limit in zip(names, limits)
         }
-        self.exact = exact
+        self.bits16 = bits16
         # layers that have no form with 16-bit activations
         self.fp8_only: set[str] = set()
         self.limits, self.rank = limits, rank
@@ -84,7 +84,7 @@ class Statistics:
         # what follows a NaN is full of it: the first layer is where to look
         first = dict(list(faults["NaN or Inf"].items())[:1])
         self._warn(faults)
-        write_figures(self.rank, self.samples, self.exact, self.layers)
+        write_figures(self.rank, self.samples, self.bits16, self.layers)
         bad = first | faults["saturation"] | faults["outliers"]
         bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
         if bad and policy_path() is not None:
@@ -157,7 +157,7 @@ class Monitor:
         self.sampling = self.serving = False
         self._steps = 0
         # as the layers were made: what the file gets from now on holds for the next start
-        self._exact = frozenset(exact_layers())
+        self._bits16 = frozenset(bits16_layers())
         self._index: dict[int, int] = {}
         self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
 
@@ -191,7 +191,7 @@ class Monitor:
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
-        self.statistics = Statistics(names, limits, self.rank, len(self._exact & set(names)))
+        self.statistics = Statistics(names, limits, self.rank, len(self._bits16 & set(names)))
         self.statistics.fp8_only = fp8_only
 
     def stop(self) -> None:
@@ -201,7 +201,7 @@ class Monitor:
         set_observer(None)
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
-        """Note the magnitudes of an operator's input; see ops.registration.set_observer."""
+        """Note the magnitudes of an operator's input; see kernels.op.set_observer."""
         at = _WEIGHT_AT.get(operator)
         if at is None or (self._rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             return

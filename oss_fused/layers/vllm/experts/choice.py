@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """MoE experts: which method runs them, and how each checkpoint layout is loaded.
 
-MXFP4 and FP8 experts run in our kernels or in vLLM's (OSS_FUSED_EXPERTS; naming a
-``--moe-backend`` takes vLLM's), bf16 experts in vLLM's; those of gpt-oss are loaded by a loader
-of ours. On a CPU ours are the reference twins, taken whatever kernels vLLM has for that processor:
-what a checkpoint computes does not hang on where it is served.
+MXFP4 and FP8 experts run in native kernels (of this package) or in vLLM's. OSS_FUSED_EXPERTS
+chooses; a ``--moe-backend`` selects vLLM's. bf16 experts run in vLLM's kernels. ExpertsLoader loads
+the experts of gpt-oss. On a CPU, native means the reference twins: a checkpoint computes the same
+result on every processor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
 
 
 class VllmMxfp4MoEMethod(CheckedExperts, GptOssMxfp4MoEMethod):
-    """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader and checked as ours."""
+    """vLLM's MXFP4 expert kernels, loaded by ExpertsLoader, with checked block scales."""
 
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
         """Make the method of one layer; ``prefix`` is its name, for errors.
@@ -141,21 +141,21 @@ def _fp8_method(layer: RoutedExperts, prefix: str, online: bool) -> FusedMoEMeth
             f"{layer.swiglu_beta}); expected silu, or gpt-oss"
         )
     refusal = _kernel_refusal(moe) or _shape_refusal(moe)
-    routes = _routes_like_ours(layer)
+    routes = _routes_by_softmax(layer)
     if not routes:
         refusal = refusal or "a routing other than softmax and top-k"
-    ours = _takes_ours("FP8", moe, refusal)
+    native = _runs_native("FP8", moe, refusal)
     if current_platform.is_cpu():
-        if not ours:
+        if not native:
             raise BackendUnavailableError(
                 f"{prefix!r}: vLLM has no kernel on a CPU for FP8 experts with a scale per row; "
                 f"expected OSS_FUSED_EXPERTS=auto and no --moe-backend"
             )
         _refuse_lora(moe, "fp8", prefix)
-    return OssFp8MoEMethod(moe, prefix, online, routes, ours)
+    return OssFp8MoEMethod(moe, prefix, online, routes, native)
 
 
-def _routes_like_ours(layer: RoutedExperts) -> bool:
+def _routes_by_softmax(layer: RoutedExperts) -> bool:
     """Whether the layer's routing is a softmax over the experts and the largest top_k."""
     return (
         layer.scoring_func == "softmax"
@@ -174,10 +174,10 @@ def _shape_refusal(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-def _takes_ours(kind: str, moe: FusedMoEConfig, refusal: str | None) -> bool:
-    """Whether a layer runs in our kernel of that kind; ``refusal``: why it cannot, or None.
+def _runs_native(kind: str, moe: FusedMoEConfig, refusal: str | None) -> bool:
+    """Whether a layer runs in the native kernel of that kind; ``refusal``: why it cannot, or None.
 
-    On a CPU it does unless vLLM's is asked for, whatever vLLM has for that processor.
+    On a CPU it does unless the user asks for vLLM's kernel.
 
     Raises:
         BackendUnavailableError: OSS_FUSED_EXPERTS=oss asks for a kernel that cannot run it.
@@ -190,24 +190,24 @@ def _takes_ours(kind: str, moe: FusedMoEConfig, refusal: str | None) -> bool:
         )
     if current_platform.is_cpu():
         return choice != "vllm" and moe.moe_backend == "auto"
-    return choice == "oss" or (choice == "auto" and _ours_is_faster() and not refusal)
+    return choice == "oss" or (choice == "auto" and _native_is_faster() and not refusal)
 
 
 def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
-    ours = _takes_ours("MXFP4", moe, _kernel_refusal(moe))
+    native = _runs_native("MXFP4", moe, _kernel_refusal(moe))
     if current_platform.is_cpu():
         _refuse_lora(moe, "mxfp4", prefix)
-    return OssMxfp4MoEMethod(moe, prefix) if ours else VllmMxfp4MoEMethod(moe, prefix)
+    return OssMxfp4MoEMethod(moe, prefix) if native else VllmMxfp4MoEMethod(moe, prefix)
 
 
-def _ours_is_faster() -> bool:
-    # decode at every batch size on an H200 (docs/results/h200/moe.json); prefill in exact
-    # arithmetic is slower, by less than decode gains; measured on no other chip
+def _native_is_faster() -> bool:
+    # on an H200, decode is faster at every batch size (docs/results/h200/moe.json). Prefill with
+    # bf16 activations is slower, by less than decode gains. No other GPU was measured
     return current_platform.is_cuda() and current_platform.is_device_capability(90)
 
 
 def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
-    """What keeps our kernels from running this layer; None if nothing does."""
+    """Why the native kernels cannot run this layer; None if they can."""
     parallel = moe.moe_parallel_config
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend}"
@@ -215,7 +215,7 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
         return "LoRA"
     if parallel.enable_eplb:
         return "expert load balancing"
-    # vLLM's default gathers the ranks' tokens before our kernel and adds the shares up behind it
+    # vLLM's default gathers all ranks' tokens before the kernel and sums the shares after it
     gathered = parallel.use_ag_rs_all2all_kernels and parallel.pcp_size == 1
     if parallel.use_all2all_kernels and not gathered:
         return f"all2all backend {parallel.all2all_backend}"

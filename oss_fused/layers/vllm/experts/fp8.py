@@ -2,7 +2,7 @@
 """``OssFp8MoEMethod``: experts with FP8 weights.
 
 On a GPU they run in ``torch.ops.oss_fused.moe_fp8``, or in vLLM's Triton grouped GEMM (a scale per
-output row and per token) where ours does not apply; on every CPU in the reference's arithmetic.
+output row and per token) where that does not apply. A CPU runs the reference's arithmetic.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
         prefix: str,
         online: bool = False,
         routes: bool = True,
-        ours: bool = True,
+        native: bool = True,
     ) -> None:
         """Make the method of one layer.
 
@@ -55,21 +55,21 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
             moe: vLLM's description of the layer.
             prefix: the layer's name, for errors.
             online: the checkpoint has bf16 weights, to be quantised to FP8 after loading.
-            routes: the layer's routing is a softmax and the largest top_k, as ours.
-            ours: run in our kernel on a GPU; needs ``routes``.
+            routes: the layer routes by softmax and top_k, as moe_fp8 does.
+            native: run in moe_fp8 on a GPU; needs ``routes``.
         """
         super().__init__(moe)
         self.prefix = prefix
         self.online = online
         self.on_cpu = current_platform.is_cpu()
         self.routes = routes
-        self.ours = ours and not self.on_cpu
+        self.native = native and not self.on_cpu
         self.max_tokens = max_routed_tokens(moe)
 
     @property
     def is_monolithic(self) -> bool:
         """Whether routing happens in here; vLLM's kernel takes routed tokens."""
-        return self.ours or (self.on_cpu and self.routes)
+        return self.native or (self.on_cpu and self.routes)
 
     def create_weights(
         self,
@@ -151,20 +151,20 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
                 dense = getattr(layer, weight).data.float().mul_(getattr(layer, scale).data)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
-        if self.ours:
+        if self.native:
             warm_routed(self, layer, self.moe.in_dtype, self.max_tokens)
         # a reload writes into the tensors that the kernel already has
         elif not self.on_cpu and self.moe_kernel is None:
             self._build_kernel(layer)
 
     def variant(self, layer: RoutedExperts, tokens: int) -> tuple[object, ...]:
-        """What our kernels are compiled for in a batch of ``tokens``."""
+        """What the kernels of moe_fp8 are compiled for in a batch of ``tokens``."""
         experts = layer.w13_weight.shape[0]
         return fp8_variant(tokens, layer.top_k, experts, layer.global_num_experts)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """What vLLM's kernel must know of the weights; None where it takes no part."""
-        if self.on_cpu or self.ours:
+        if self.on_cpu or self.native:
             return None
         return fp8_w8a8_moe_quant_config(
             w1_scale=layer.w13_weight_scale,
@@ -240,8 +240,8 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def _interleave(self, layer: RoutedExperts, *names: str) -> None:
-        """[gates; ups] -> gate, up, gate, up, ...: the order of all kernels but vLLM's."""
-        if not (self.ours or self.on_cpu):
+        """[gates; ups] -> gate, up, gate, up, ...: the order of every kernel except vLLM's."""
+        if not (self.native or self.on_cpu):
             return
         for name in names:
             halves = getattr(layer, name).data.unflatten(1, (2, -1))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""``OssMxfp4MoEMethod``: gpt-oss experts in MXFP4 through ``torch.ops.oss_fused.moe_mxfp4``, on
-every CPU in the reference's arithmetic."""
+"""``OssMxfp4MoEMethod``: gpt-oss experts in MXFP4.
+
+A GPU runs ``torch.ops.oss_fused.moe_mxfp4``, a CPU the reference's arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
-# OSS_FUSED_EXPERT_ACTIVATIONS -> tokens of a step from which on FP8 activations are taken, -1
-# none. All tokens count, of all data-parallel ranks, and all get them: a decoding sequence too, in
-# a large batch or beside a prompt. A rule by kind of token would not hold in graphs of mixed steps,
-# which are recorded per number of tokens (docs/moe.md: what it costs, in quality and in time)
+# OSS_FUSED_EXPERT_ACTIVATIONS -> smallest step, in tokens, with FP8 activations; -1: none.
+# The step counts the tokens of all data-parallel ranks, prompt and decode alike, and the choice
+# holds for all of them: a CUDA graph is recorded per number of tokens and cannot tell them apart.
+# docs/moe.md shows the cost in quality and the gain in time
 _FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
 
 
 class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
-    """Routing, both products and the weighted sum of one gpt-oss layer, in our kernels."""
+    """Routing, both products and the weighted sum of one gpt-oss layer, in native kernels."""
 
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
         """Make the method of one layer; ``prefix`` is its name, for errors."""
@@ -49,7 +51,7 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Routing happens in here."""
+        """``apply_monolithic`` also routes."""
         return True
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -116,7 +118,7 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
         )
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
-        """None: vLLM's kernels take no part."""
+        """None: vLLM's kernels are not used."""
         return None
 
     def apply_monolithic(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Experts on a CPU: the arithmetic of the reference twins on weights that are unpacked once.
+"""Experts on a CPU: the reference twins' arithmetic on weights that are unpacked once.
 
-The operators ``moe_mxfp4`` and ``moe_fp8`` unpack the weights of every expert in every call, which
-costs a hundred times the product of one token. No kernel of vLLM's takes part: what a CPU computes
-is what a GPU computes, whatever the processor can do.
+The operators ``moe_mxfp4`` and ``moe_fp8`` unpack every expert's weights in every call, which takes
+100 times as long as the product of one token. vLLM's CPU kernels are not used: a CPU computes
+what a GPU computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.moe import reference as moe
 
 
-# opaque: which expert gets which tokens depends on the data, and torch.compile cannot trace that
+# an operator, because torch.compile cannot trace a choice that depends on the data
 @torch.library.custom_op("oss_fused::run_experts", mutates_args=())
 def _run_experts(
     x: torch.Tensor,
@@ -54,7 +54,7 @@ def run_routed(
         x: [T, H].
         topk_weights: [T, top_k] float32.
         topk_ids: [T, top_k], of all ranks' experts.
-        rounding: of activations, see ``kernels.reference.moe.run_experts``.
+        rounding: of activations, see ``kernels.moe.reference.run_experts``.
 
     Returns:
         [T, H], this rank's share of the sum.
