@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The API key for every path of a server: vLLM asks for it below /v1 and a few others only.
+"""The API key for every path of a server: vLLM asks for it only below /v1 and on a few others.
 
 /invocations generates as /v1/completions does. For `vllm serve --middleware`.
 """
@@ -14,7 +14,7 @@ from vllm.entrypoints.serve.middleware import authenticate
 
 from oss_fused.errors import ServerError
 
-# asked by probes and by Prometheus, which have no key; none of them generates
+# probes and Prometheus read these without a key; none of them generates tokens
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load")
 
 

@@ -44,7 +44,7 @@ def check_checkpoint(
         SchemeError: the quantisation is not understood.
     """
     reader = audit(folder, remote_code, values, config or _mistral_config(folder))
-    # other methods' settings are vLLM's to judge
+    # vLLM checks the settings of other methods
     if quant_method(reader) in (QUANT_METHOD, *MXFP4_METHODS):
         settings = from_checkpoint(reader.config["quantization_config"])
         _check_patterns(settings, reader)
@@ -134,7 +134,7 @@ def _check_patterns(settings: Settings, reader: CheckpointReader) -> None:
 
 
 def _check_layers(settings: Settings, reader: CheckpointReader) -> None:
-    """Refuse linears that are FP8 where a pattern leaves them alone, and those that should be."""
+    """Refuse linears that are FP8 although ignored, and targets that are not FP8."""
     for name in reader.names():
         layer = name.removesuffix(".weight")
         if layer == name or len(reader.shape(name)) != 2:

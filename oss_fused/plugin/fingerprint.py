@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Make vLLM's compile-cache key see this package.
+"""Make this package part of vLLM's compile-cache key.
 
-vLLM hashes its own configuration, not the sources or settings of a plugin: without this, a
-graph compiled with other kernels or toggles would be reused. ``additional_config`` is part of
-that hash, and the hash is taken at the first forward pass, after the model is built.
+vLLM hashes its own configuration, not the sources or settings of a plugin. Without this module it
+would reuse a graph that was compiled with other kernels or settings. ``additional_config`` is part
+of the hash, which vLLM computes at the first forward pass, after the model is built.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from oss_fused.kernels import tiles
 GIB = 2**30
 # FP8 tensor cores: Ada (8.9) and later
 _MIN_CAPABILITY = (8, 9)
-# assumed, not measured: CUDA context, activations of one step, captured graphs; torch and vLLM
+# estimates: CUDA context, activations of one step, captured graphs; on a CPU torch and vLLM
 _GPU_OVERHEAD_GIB = 4.0
 _CPU_OVERHEAD_GIB = 1.5
 OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
@@ -36,7 +36,7 @@ class Check:
 
 
 def guarded(name: str, check: Callable[[], Check], remedy: str = "") -> Check:
-    """Run ``check``; an exception of any kind is a failure that says what it was."""
+    """Run ``check``; an exception of any kind becomes a failed check with its text."""
     try:
         return check()
     except Exception as error:
@@ -120,7 +120,7 @@ def check_operators() -> Check:
 
 
 def check_tiles() -> Check:
-    """Whether this device has measured tiles, or runs by rule."""
+    """Whether this device has tuned tiles, or chooses them by rule."""
     if not torch.cuda.is_available():
         return Check("tiles", SKIP, "a CPU has none")
     name = torch.cuda.get_device_name()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of loaded tensors: what is missing or no number is refused by the name of the tensor."""
+"""Checks of loaded tensors: a missing or non-finite tensor raises an error with its name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.patterns import spellings
 
-# fills scales before loading: no scale has this value, so that what is left was not loaded
+# fills scales before loading; no scale has this value, so a scale that keeps it was not loaded
 MISSING = torch.finfo(torch.float32).min
 
-# what a tensor of numbers may be stored in; FP8 codes and packed bytes mean nothing by themselves
+# dtypes of unquantised tensors; FP8 codes and packed bytes need scales
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _E8M0_NAN = 255
@@ -37,7 +37,7 @@ def tensor_name(name: str, part: int, parts: int) -> str:
 
 
 def check_dtype(name: str, found: torch.dtype, expected: Sequence[torch.dtype]) -> None:
-    """Refuse a tensor of another dtype, which copying into the layer's would cast in silence.
+    """Refuse a tensor of another dtype, which the copy into the layer would cast silently.
 
     Args:
         name: of the tensor in the checkpoint.
@@ -57,7 +57,7 @@ def check_dtype(name: str, found: torch.dtype, expected: Sequence[torch.dtype]) 
 def checked_loader(
     loader: Callable[..., Any], name: str, expected: Sequence[torch.dtype]
 ) -> Callable[..., Any]:
-    """A parameter's ``weight_loader`` that looks at the dtype of what it is given.
+    """A parameter's ``weight_loader`` that checks the dtype of the loaded tensor.
 
     Args:
         loader: vLLM's; a method stays a method of its layer, which reloading looks for.
@@ -129,7 +129,7 @@ def check_scale(name: str, scale: torch.Tensor, widths: Sequence[int]) -> None:
 
 
 def check_weight(name: str, codes: torch.Tensor, widths: Sequence[int]) -> None:
-    """Refuse FP8 codes that are NaN, which is also what a missing weight is left at.
+    """Refuse FP8 codes that are NaN, the value that missing weights keep.
 
     Raises:
         CheckpointError: names the tensor of the checkpoint.
@@ -147,7 +147,7 @@ def check_weight(name: str, codes: torch.Tensor, widths: Sequence[int]) -> None:
 
 
 def check_finite(name: str, weight: torch.Tensor, widths: Sequence[int] = ()) -> None:
-    """Refuse a tensor with NaN or Inf, which is also what a missing one is left at.
+    """Refuse a tensor with NaN or Inf, the value that a missing tensor keeps.
 
     Args:
         name: of the parameter in vLLM.

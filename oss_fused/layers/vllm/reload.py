@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Every load after the first: whole and checked, or refused with the old weights in place.
+"""Loads after the first: complete and checked, or refused with the old weights in place.
 
 vLLM loads new weights into a running model layer by layer (its package model_loader.reload): it
 swaps a layer's tensors for ones of the checkpoint's shapes, loads, quantises and copies the result
-into the tensors that serve. By itself it serves what a tensor that nobody loaded happens to hold,
-and an error leaves a model without memory. Here
+into the tensors that serve. vLLM alone would serve arbitrary memory where a tensor was not loaded,
+and an error would leave the model without memory. Here
 
 - new memory is marked as missing before it is loaded, as at the first load (``CheckedMethod``);
 - all tensors are saved to host memory first, and come back if one is refused, on all ranks of the
   model;
-- ``model.load_weights`` on a model that serves is such a load as well, of one call.
+- ``model.load_weights`` on a model that serves is such a load too, in one call.
 
 reload_weights and the transfer of weights (start_weight_update, update_weights,
-finish_weight_update) arrive here through ``install``. The host memory is that of a rank's weights,
-until the load ends.
+finish_weight_update) arrive here through ``install``. Until the load ends, the copy takes as much
+host memory as a rank's weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _installed = False
 
 
 class CheckedMethod:
-    """What a quantisation method of ours tells a reload; ``prefix`` names its layer."""
+    """What a reload needs from a quantisation method; ``prefix`` is the layer's name."""
 
     prefix: str
 
@@ -292,7 +292,7 @@ def _abandon(model: nn.Module) -> None:
 
 
 def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
-    """A layer gets memory for weights that have come; it holds anything."""
+    """A layer gets uninitialised memory for weights that have arrived."""
     original(layer, info)
     method = getattr(layer, "quant_method", None)
     if isinstance(method, CheckedMethod):
@@ -300,7 +300,7 @@ def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
 
 
 def _reset_target(original: Callable[[Any], None], engine: Any) -> None:
-    """vLLM's worker calls this when a transfer has ended, also where it failed."""
+    """vLLM's worker calls this when a transfer has ended or failed."""
     _abandon(engine.model)
     original(engine)
 
@@ -320,7 +320,7 @@ def _wrap(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
 
 def install() -> None:
-    """Take part in vLLM's loads, once a process; models without our methods load as before."""
+    """Take part in vLLM's loads, once a process; models without oss_fp8 methods load as before."""
     global _installed
     if _installed:
         return

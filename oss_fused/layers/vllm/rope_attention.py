@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Attention straight from the fused projection: one kernel rotates q and k and writes the cache.
+"""Attention from the fused projection: one kernel rotates q and k and writes the cache.
 
-vLLM runs rotary embedding, the quantisation of q (FP8 cache) and the cache write as kernels of
-their own. Here ``torch.ops.oss_fused.rope_attention`` takes their place and attention's: it finds
-cache and slots where vLLM's attention operator does, in the forward context, so it stands for that
-operator where the graph is split for piecewise CUDA graphs. Norms per head (Qwen3) are part of
-the same kernel. A layer whose embedding, cache or scaling is of another kind stays vLLM's.
+vLLM runs rotary embedding, the quantisation of q (FP8 cache) and the cache write as separate
+kernels. ``torch.ops.oss_fused.rope_attention`` replaces them and the attention operator. Like that
+operator it reads cache and slots from vLLM's forward context, and the graph is split at it for
+piecewise CUDA graphs. The kernel includes norms per head (Qwen3). A layer with another kind of
+embedding, cache or scaling keeps vLLM's operators.
 
-Up to FEW_TOKENS the projection itself joins that kernel (``qkv_rope_kv``) where it can. A compiled
-graph cannot choose by batch size, so both operators look at the number of tokens: for few,
-``project_many`` returns memory that nobody reads, and rope_attention takes the codes instead.
+Up to FEW_TOKENS the kernel can include the projection too (``qkv_rope_kv``). A compiled graph
+cannot choose by batch size, so both operators look at the number of tokens: for few tokens,
+``project_many`` returns memory that is never read, and rope_attention takes the codes instead.
 """
 # no postponed annotations: the operator's schema is read from them
 
@@ -43,7 +43,7 @@ from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
 
 _OP = "oss_fused::rope_attention"
-# one kernel from the projection on was measured to be faster up to so many tokens
+# tokens up to which qkv_rope_kv measured faster than projection and rope_kv
 FEW_TOKENS = 16
 
 
@@ -94,14 +94,14 @@ def rope_attention(
     rows, heads, size = output.shape
     keys, values = qkv[:, heads * size :].view(rows, 2, layer.num_kv_heads, size).unbind(1)
     if slots is None:
-        # a profiling run: no cache yet, and attention only fills its output
+        # a profiling run has no cache, and attention only fills its output
         query = torch.empty_like(output)
     else:
         few = codes is not None and rows <= FEW_TOKENS
         projected = (codes, scale) if few else (qkv,)
         query = layer.impl.rope(layer, projected, positions, cache, slots)
         query = query.view(rows, heads, size)
-    # keys and values are in the cache: attention looks at their shape alone
+    # keys and values are in the cache: attention reads only their shape
     unified_attention_with_output(query, keys, values, output, layer_name)
 
 
@@ -132,10 +132,10 @@ class RopeAndCache:
     """The first half of rope_attention for one attention module; see ``kernels/rope``."""
 
     def __init__(self, attention: Any) -> None:
-        """Bind to ``attention``: its weights are read at every call, they may be reloaded."""
+        """Bind to ``attention``; every call reads its weights, which a reload may change."""
         self.attention = attention
         self.quantise_query = attention.attn.query_quant is not None
-        # a norm per head needs whole heads, which the joined kernel cuts in parts
+        # a norm per head needs whole heads, and the joined kernel splits heads
         self.joins = not hasattr(attention, "q_norm") and _joined_kernel_takes(attention)
 
     def __call__(
@@ -278,9 +278,9 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the attention modules of ``model`` that fit the form with one kernel before attention.
+    """Use one kernel before attention in the attention modules of ``model`` that allow it.
 
-    To be called when their implementations are OssAttentionImpl already (``adopt_attention``).
+    Call ``adopt_attention`` first: only modules with an OssAttentionImpl allow it.
     """
     if envs.get("OSS_FUSED_MODELS") == "0":
         return
@@ -291,7 +291,7 @@ def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
         if not _fits(module, dtype):
             continue
         rope = module.rotary_emb
-        # the precision of vLLM's own kernels, which convert at every call
+        # vLLM's kernels convert to this dtype at every call
         rope.cos_sin_cache = rope.cos_sin_cache.to(dtype)
         module.attn.impl.rope = RopeAndCache(module)
         module.__class__ = _FUSED[type(module)]

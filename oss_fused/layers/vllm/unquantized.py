@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's methods of layers that stay unquantised, with a look at the dtype of what is loaded.
+"""vLLM's methods of layers that stay unquantised, with a check of the loaded dtype.
 
 FP8 codes without their scale would be cast to bf16 and served.
 """
@@ -23,7 +23,7 @@ from oss_fused.layers.vllm.reload import CheckedMethod
 
 @register_weight_loader_v2_supported_method
 class OssUnquantizedLinearMethod(CheckedMethod, UnquantizedLinearMethod):
-    """A linear layer in the model's dtype, for weights that all came."""
+    """A linear layer in the model's dtype that refuses missing weights."""
 
     def __init__(self, prefix: str) -> None:
         """Make the method of one layer; ``prefix`` is its name, for errors."""
@@ -78,7 +78,7 @@ class OssUnquantizedEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 class OssUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
-    """Experts in the model's dtype; not those of gpt-oss, which have a loader of ours."""
+    """Experts in the model's dtype; for gpt-oss see VllmBf16MoEMethod."""
 
     def __init__(self, moe: Any, prefix: str) -> None:
         """Make the method of one layer; ``prefix`` is its name, for errors."""

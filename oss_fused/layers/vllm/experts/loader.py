@@ -28,7 +28,7 @@ MXFP4_BLOCK = 32
 
 
 class CheckedExperts(CheckedMethod):
-    """A method whose parameters ``loader`` fills, and which asks it what came."""
+    """A method whose parameters ``loader`` fills; the loader knows which tensors arrived."""
 
     loader: ExpertsLoader | None = None
 
@@ -75,7 +75,7 @@ class ExpertsLoader:
         Raises:
             CheckpointError: names the tensor.
         """
-        # weights that came past this loader (--load-format dummy)
+        # weights that this loader did not load (--load-format dummy)
         if not self.loaded:
             return
         for kind in kinds:
