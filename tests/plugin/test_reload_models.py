@@ -59,12 +59,12 @@ class OssLanguage(_OssModel, Language):
 
     def __init__(self):
         super().__init__(vllm_config=SimpleNamespace(quant_config=None))
-        self._ours = True
+        self._is_oss_fp8 = True
         self.quant_method = _BeforeLayers()
 
 
 class Scale(reload.CheckedMethod):
-    """A method of ours, of one layer."""
+    """A CheckedMethod of one layer."""
 
     prefix = "language.first"
 

@@ -90,7 +90,7 @@ def test_router_is_compiled_for_few_and_for_many(plain, monkeypatch):
     assert ran == ["add_rms_norm_router"] * 3 * plain
 
 
-def test_exact_layers_are_warmed_beside_others(monkeypatch):
+def test_bits16_layers_are_warmed_beside_others(monkeypatch):
     monkeypatch.setattr(warmup, "_done", set())
     weight = torch.empty(4, 64, 1).as_subclass(OnGpu)
     shape = {"w13_weight": weight, "w2_weight": torch.empty(4, 32, 1)}

@@ -93,7 +93,7 @@ class Session:
             UnsupportedModelError: a layer's kernels keep weights where a reload does not reach.
         """
         self.error: Exception | None = None
-        for layer, method in _ours(model):
+        for layer, method in _checked_layers(model):
             _check_reaches(layer, method)
         self.states = {module: _State(module) for module in model.modules()}
         tensors = {id(t): t for m in self.states for t in get_layer_tensors(m).values()}
@@ -182,7 +182,7 @@ def _replace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.update(before)
 
 
-def _ours(model: nn.Module) -> Iterator[tuple[Any, CheckedMethod]]:
+def _checked_layers(model: nn.Module) -> Iterator[tuple[Any, CheckedMethod]]:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, CheckedMethod):
@@ -219,7 +219,7 @@ def _session_of(model: nn.Module) -> Session | None:
 def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
     """vLLM has built ``model``, or a part of a larger one."""
     original(model)
-    if any(True for _ in _ours(model)):
+    if any(True for _ in _checked_layers(model)):
         _mark_biases(model)
         load: Any = model.load_weights
         model.load_weights = functools.partial(  # type: ignore[assignment]
@@ -229,7 +229,7 @@ def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
 
 def _mark_biases(model: nn.Module) -> None:
     # made after the method's tensors, and loaded in place by a reload
-    for layer, _ in _ours(model):
+    for layer, _ in _checked_layers(model):
         bias = layer._parameters.get("bias")
         if bias is not None:
             bias.data.fill_(float("nan"))
@@ -262,7 +262,7 @@ def _load_weights(
 
 def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None:
     """A load begins."""
-    if not any(True for _ in _ours(model)):
+    if not any(True for _ in _checked_layers(model)):
         return original(model)
     _abandon(model)
     session = Session(model)
