@@ -26,18 +26,18 @@ from oss_fused.errors import CheckpointError, OssFusedError
 
 def main() -> int:
     """Parse the command line, make the checkpoint, say where it is."""
-    from harness import models
+    from harness import model_factory
 
-    args = parse_args(models.ARCHITECTURES, models.SIZES)
+    args = parse_args(model_factory.ARCHITECTURES, model_factory.SIZES)
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     start = time.monotonic()
     try:
-        shape = models.get_shape(args.arch, args.size)
+        shape = model_factory.get_shape(args.arch, args.size)
         if args.layers:
             shape = replace(shape, layers=args.layers)
-        size = models.make_model(args.output, shape, args.format, args.seed, device)
+        size = model_factory.make_model(args.output, shape, args.format, args.seed, device)
     except OssFusedError as error:
         print(f"make_model: {error}", file=sys.stderr)
         failed = isinstance(error, CheckpointError) and not args.output.exists()
