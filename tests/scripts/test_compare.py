@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import runpy
 import socket
 import subprocess
@@ -125,7 +126,8 @@ def test_what_was_measured_before_a_server_died_is_kept(
     second = f"fast=FAKE_MODE={mode} {{m}}"
     assert run(*arms(tmp_path, second), *loads, "--output", str(tmp_path / "out")) == 1
     message = capsys.readouterr().err
-    assert "stopped early by ServerError: server fast: ended" in message
+    # the load or the watch over the servers may be the first to see it
+    assert re.search(r"stopped early by \w+Error: .*fast", message), message
     assert {path.name for path in tmp_path.iterdir()} == {"m", "out.incomplete"}
     results = json.loads((tmp_path / "out.incomplete" / "results.json").read_text())
     measured = [(row["arm"], row["concurrency"]) for row in results["measurements"]]
