@@ -15,7 +15,7 @@ import argparse
 import errno
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,42 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    _add_run_options(parser.add_argument)
+    _add_scheme_options(parser.add_argument)
+    _add_calibration_options(parser.add_argument)
+    return parser.parse_args(argv)
+
+
+def _add_run_options(add: Callable[..., Any]) -> None:
+    """Where the run reads and writes, and how it runs."""
     add("model", metavar="MODEL", help="folder of the checkpoint to quantise")
     add("--output", required=True, metavar="DIR", help="folder to make; appears when complete")
+    add(
+        "--format",
+        choices=("oss-fp8", "compressed-tensors"),
+        help="compressed-tensors loads in vLLM without this package (default: oss-fp8)",
+    )
+    add(
+        "--recipe",
+        metavar="FILE",
+        help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
+    )
+    add("--trend", type=Path, metavar="JSON", help="file that keeps figures of the last 100 runs")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add(
+        "--max-shard-size",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="such as 500MB or 5GB (default: 5GB)",
+    )
+    add("--overwrite", action="store_true", help="replace DIR if it exists, once the new is whole")
+    add("--resume", action="store_true", help="go on with an interrupted run of the same settings")
+    add("--dry-run", action="store_true", help="check everything, say what would be made, stop")
+
+
+def _add_scheme_options(add: Callable[..., Any]) -> None:
+    """Which layers are quantised, and how."""
     add("--scheme", help=f"{', '.join(PRESETS)} (default: FP8_DYNAMIC)")
     add(
         "--targets",
@@ -139,6 +172,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="feedback weighs rounding errors by the inputs of --dataset (GPTQ on the FP8 grid); "
         "auto: feedback with a dataset, else nearest (default: auto)",
     )
+
+
+def _add_calibration_options(add: Callable[..., Any]) -> None:
+    """The samples, and what is measured on them."""
     add(
         "--dataset",
         metavar="FILE",
@@ -184,29 +221,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
     add("--seed", type=int, help="of the choice of samples (default: 0)")
-    add(
-        "--format",
-        choices=("oss-fp8", "compressed-tensors"),
-        help="compressed-tensors loads in vLLM without this package (default: oss-fp8)",
-    )
-    add(
-        "--recipe",
-        metavar="FILE",
-        help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
-    )
-    add("--trend", type=Path, metavar="JSON", help="file that keeps figures of the last 100 runs")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    add(
-        "--max-shard-size",
-        type=parse_size,
-        default="5GB",
-        metavar="SIZE",
-        help="such as 500MB or 5GB (default: 5GB)",
-    )
-    add("--overwrite", action="store_true", help="replace DIR if it exists, once the new is whole")
-    add("--resume", action="store_true", help="go on with an interrupted run of the same settings")
-    add("--dry-run", action="store_true", help="check everything, say what would be made, stop")
-    return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -287,9 +301,9 @@ def report(summary: Summary) -> None:
     worst = summary.worst()
     if worst:
         lines.append("largest relative errors:")
-        for name, facts in worst:
-            output = f", output {facts['output_error']:.2%}" if "output_error" in facts else ""
-            lines.append(f"  {name}: weight {facts['weight_error']:.2%}{output}")
+        for name, metrics in worst:
+            output = f", output {metrics['output_error']:.2%}" if "output_error" in metrics else ""
+            lines.append(f"  {name}: weight {metrics['weight_error']:.2%}{output}")
     if summary.unrouted:
         lines.append(
             f"{len(summary.unrouted)} experts saw no calibration token and are rounded plainly"

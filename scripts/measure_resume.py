@@ -31,7 +31,7 @@ from oss_fused.environment import fingerprint, portable
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
 from oss_fused.quant.checkpoint.reader import CheckpointReader
-from oss_fused.quant.models import layer_of
+from oss_fused.quant.skeleton import layer_of
 
 CALIBRATE = Path(__file__).resolve().with_name("calibrate.py")
 DEFAULTS = ["--dataset", "python", "--num-samples", "8", "--max-seq-length", "256"]

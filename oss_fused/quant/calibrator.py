@@ -23,12 +23,12 @@ from oss_fused.quant.checkpoint.place import OutputLock, check_apart, check_repl
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.dataset import PYTHON, file_digest, load_samples, load_tokenizer
-from oss_fused.quant.export import Exporter, LayerFindings
-from oss_fused.quant.models import ModelSkeleton
-from oss_fused.quant.plan import Plan, make_plan
+from oss_fused.quant.export import Exporter, LayerCalibration
+from oss_fused.quant.plan import CheckpointPlan, make_plan
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
-from oss_fused.quant.recording import Findings, layer_step, make_record
+from oss_fused.quant.record_builder import SearchResult, build_record, layer_step
+from oss_fused.quant.skeleton import ModelSkeleton
 from oss_fused.quant.streaming import LayerStream
 
 # wraps a loop over steps or layers, with a word for what it does
@@ -75,7 +75,7 @@ class Summary:
         quantised: number of linears in FP8, of all.
         linears: number of linears.
         experts: how experts are stored.
-        errors: step -> its facts (``weight_error``, ``output_error``).
+        errors: step -> its metrics (``weight_error``, ``output_error``).
         seconds: wall time of this run.
         unrouted: experts that no calibration token was routed to; they are rounded plainly.
     """
@@ -92,9 +92,9 @@ class Summary:
 
     def worst(self, count: int = 5) -> list[tuple[str, dict[str, Any]]]:
         """The linears with the largest error: of the output where known, else of the weight."""
-        known = [(name, facts) for name, facts in self.errors.items() if "weight_error" in facts]
-        key = "output_error" if any("output_error" in facts for _, facts in known) else ""
-        return sorted(known, key=lambda item: -item[1].get(key, item[1]["weight_error"]))[:count]
+        linears = [item for item in self.errors.items() if "weight_error" in item[1]]
+        key = "output_error" if any("output_error" in metrics for _, metrics in linears) else ""
+        return sorted(linears, key=lambda item: -item[1].get(key, item[1]["weight_error"]))[:count]
 
 
 class Run:
@@ -105,7 +105,7 @@ class Run:
         recipe: Recipe,
         options: RunOptions,
         base: CheckpointReader | None = None,
-        known: Findings | None = None,
+        search: SearchResult | None = None,
     ) -> None:
         """Check the inputs and make the plan; nothing is written yet.
 
@@ -114,9 +114,9 @@ class Run:
             options: where and how.
             base: an output of the same recipe without overrides, whose quantised tensors are
                 taken as they are.
-            known: what making ``base`` and comparing mixes found.
+            search: result of the policy search that made ``base`` and compared mixes.
         """
-        self.base, self.known = base, known
+        self.base, self.search = base, search
         self.recipe = recipe
         self.options = options
         self.device = pick_device(options.device)
@@ -126,7 +126,7 @@ class Run:
         # of the weights before the first is read; told again by the files after the last
         self.source = self.reader.digest()
         self.skeleton = ModelSkeleton(self.reader)
-        self.plan: Plan = make_plan(self.skeleton, recipe)
+        self.plan: CheckpointPlan = make_plan(self.skeleton, recipe)
         self.held_out: list[torch.Tensor] = []
         self.samples = self._load_samples() if base is None else []
 
@@ -148,7 +148,7 @@ class Run:
     def data(self) -> str | None:
         """Hash of the calibration samples' tokens, None without data."""
         if not self.samples:
-            return None if self.known is None else self.known.record.data
+            return None if self.search is None else self.search.record.data
         tokens = [sample.tolist() for sample in self.samples]
         return hashlib.sha256(repr(tokens).encode()).hexdigest()
 
@@ -219,22 +219,22 @@ class Run:
                 self.recipe.feedback,
                 writer.steps,
             )
-        findings = LayerFindings()
+        calibration = LayerCalibration()
         entered: int | None = _NOWHERE
         for step in progress(plan.steps, "Calibrating"):
             if step.layer != entered:
-                _leave(entered, stream, writer, findings)
-                findings, entered = self._enter(step.layer, stream), step.layer
-            exporter.run(step, findings)
-        _leave(entered, stream, writer, findings)
+                _leave(entered, stream, writer, calibration)
+                calibration, entered = self._enter(step.layer, stream), step.layer
+            exporter.run(step, calibration)
+        _leave(entered, stream, writer, calibration)
 
-    def _enter(self, layer: int | None, stream: LayerStream | None) -> LayerFindings:
+    def _enter(self, layer: int | None, stream: LayerStream | None) -> LayerCalibration:
         """Run the samples through a decoder layer, or look at what follows the last."""
         if stream is not None and layer is not None and layer >= stream.next_layer:
             return stream.run(layer)
         if stream is not None and layer is None and stream.next_layer == self.skeleton.layers:
             return stream.run_head()
-        return LayerFindings()
+        return LayerCalibration()
 
     def _summarise(self, writer: CheckpointWriter, seconds: float) -> Summary:
         plan = self.plan
@@ -249,8 +249,8 @@ class Run:
             seconds=seconds,
             unrouted=tuple(
                 f"{step}.mlp.experts.{expert}"
-                for step, facts in writer.steps.items()
-                for expert, tokens in enumerate(facts.get("expert_tokens", ()))
+                for step, metrics in writer.steps.items()
+                for expert, tokens in enumerate(metrics.get("expert_tokens", ()))
                 if not tokens
             ),
         )
@@ -292,13 +292,13 @@ class Run:
         config = self.plan.quantization_config()
         write_config(writer.partial, self.reader.config, config, self.plan.untie)
         tokens = [len(sample) for sample in self.samples]
-        record = make_record(
-            self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.known
+        record = build_record(
+            self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.search
         ).model_copy(update={"source": self.source, "data": self.data()})
         write_record(writer.partial, record)
         recipe = self.recipe.to_yaml()
         (writer.partial / "recipe.yaml").write_text(recipe)
-        facts = {
+        optimisations = {
             "Format": self.recipe.format,
             "Linear layers in FP8": f"{summary.quantised} of {summary.linears}",
             "Scheme": self.recipe.scheme,
@@ -308,18 +308,19 @@ class Run:
             "Size": f"{summary.source_bytes / 1e9:.2f} GB -> {summary.output_bytes / 1e9:.2f} GB",
             "Output": self.options.output.name,
         }
-        write_model_card(writer.partial, self.reader.folder.resolve().name, facts, recipe)
+        source_name = self.reader.folder.resolve().name
+        write_model_card(writer.partial, source_name, optimisations, recipe)
 
 
 def _leave(
     layer: int | None,
     stream: LayerStream | None,
     writer: CheckpointWriter,
-    findings: LayerFindings,
+    calibration: LayerCalibration,
 ) -> None:
     """All tensors of ``layer`` are written: keep the samples' states after it."""
     if stream is not None and layer is not None and layer >= stream.next_layer:
-        writer.done(layer_step(layer), findings.layer)
+        writer.done(layer_step(layer), calibration.layer)
         stream.commit(layer)
 
 

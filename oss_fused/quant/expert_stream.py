@@ -21,7 +21,7 @@ class ExpertWatch:
     """
 
     def __init__(self, experts: Any, moments: bool) -> None:
-        """Watch a module of experts, which computes as the exact model does."""
+        """Watch a module of experts, which computes as the unquantised model does."""
         self.experts = experts
         self.tokens = [0] * experts.num_experts
         self._moments: dict[tuple[str, int], InputMoments] | None = {} if moments else None

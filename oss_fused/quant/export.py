@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Carries out the steps of a plan: reads source tensors, converts, writes, notes the errors."""
+"""Carries out the steps of a plan: reads, converts and writes tensors, and measures the errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.experts import convert_experts
 from oss_fused.quant.formats import FORMATS, dequantize, quantize
-from oss_fused.quant.plan import Plan, Step
+from oss_fused.quant.plan import CheckpointPlan, Step
 from oss_fused.quant.scalers import choose_group_size
 from oss_fused.quant.smoothing import Rescaled
 
@@ -23,8 +23,8 @@ _ROWS = 16384
 
 
 @dataclass
-class LayerFindings:
-    """What running a layer on calibration data found, by module name.
+class LayerCalibration:
+    """Result of running one layer on calibration data, by module name.
 
     Attributes:
         weights: codes and scale of linears and experts that were not rounded plainly.
@@ -48,7 +48,7 @@ class Exporter:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CheckpointPlan,
         reader: CheckpointReader,
         writer: CheckpointWriter,
         device: torch.device,
@@ -61,22 +61,22 @@ class Exporter:
         self.writer = writer
         self.device = device
 
-    def run(self, step: Step, findings: LayerFindings) -> None:
+    def run(self, step: Step, calibration: LayerCalibration) -> None:
         """Write the tensors of one step; a step that is done already is left alone."""
         if step.name in self.writer.steps:
             return
-        facts: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         if step.kind == "copy":
             tensor = self.reader.read(step.name)
-            smooth = _rescale(tensor, findings.rescaled.get(step.name))
+            smooth = _rescale(tensor, calibration.rescaled.get(step.name))
             self.writer.write(step.name, smooth.to(tensor.dtype))
         elif step.kind == "linear":
-            facts = self._linear(step, findings)
+            metrics = self._linear(step, calibration)
         elif step.kind == "experts":
-            self._experts(step, findings)
+            self._experts(step, calibration)
         else:
-            self._kv(step, findings)
-        self.writer.done(step.name, facts)
+            self._kv(step, calibration)
+        self.writer.done(step.name, metrics)
 
     def source_weight(self, module: str) -> torch.Tensor:
         """Weight of a linear as the checkpoint has it, on the device."""
@@ -85,27 +85,28 @@ class Exporter:
             name = "model.embed_tokens.weight"
         return self.reader.read(name).to(self.device)
 
-    def _linear(self, step: Step, findings: LayerFindings) -> dict[str, Any]:
+    def _linear(self, step: Step, calibration: LayerCalibration) -> dict[str, Any]:
         weight = self.source_weight(step.name)
-        weight = _rescale(weight, findings.rescaled.get(f"{step.name}.weight"))
+        weight = _rescale(weight, calibration.rescaled.get(f"{step.name}.weight"))
         if self.base is not None:
             q, scale = (self.base.read(spec.name).to(self.device) for spec in step.specs[:2])
         else:
-            q, scale = findings.weights.get(step.name) or quantize(weight, "channel")
+            q, scale = calibration.weights.get(step.name) or quantize(weight, "channel")
         self.writer.write(f"{step.name}.weight", q)
         self.writer.write(f"{step.name}.weight_scale", scale)
         if len(step.specs) > 2:
             self.writer.write(
-                f"{step.name}.input_scale", _found(findings.input_scales, step.name, "input_scale")
+                f"{step.name}.input_scale",
+                _found(calibration.input_scales, step.name, "input_scale"),
             )
-        facts = _weight_facts(weight, q, scale)
+        metrics = _weight_metrics(weight, q, scale)
         if sizes := [n for n in self.plan.group_candidates if weight.shape[1] % n == 0]:
             some = weight[:: -(-weight.shape[0] // _ROWS)]
             size, error, clipped = choose_group_size([some], self.plan.clip_target or 0.0, sizes)
-            facts["group"] = {"size": size, "error": error, "clip_ratio": clipped}
-        return {**facts, **findings.linears.get(step.name, {})}
+            metrics["group"] = {"size": size, "error": error, "clip_ratio": clipped}
+        return {**metrics, **calibration.linears.get(step.name, {})}
 
-    def _experts(self, step: Step, findings: LayerFindings) -> None:
+    def _experts(self, step: Step, calibration: LayerCalibration) -> None:
         if self.base is not None:
             for spec in step.specs:
                 self.writer.write(spec.name, self.base.read(spec.name))
@@ -115,19 +116,19 @@ class Exporter:
             step.name,
             self.plan.expert_count,
             str(self.plan.experts),
-            findings.weights,
+            calibration.weights,
             self.plan.gated,
         )
         for name, tensor in converted:
             self.writer.write(name, tensor)
 
-    def _kv(self, step: Step, findings: LayerFindings) -> None:
+    def _kv(self, step: Step, calibration: LayerCalibration) -> None:
         if self.base is not None:
             for spec in step.specs:
                 self.writer.write(spec.name, self.base.read(spec.name))
             return
         module = step.name.removesuffix(".kv")
-        for spec, scale in zip(step.specs, _found(findings.kv_scales, module, "k_scale")):
+        for spec, scale in zip(step.specs, _found(calibration.kv_scales, module, "k_scale")):
             self.writer.write(spec.name, scale)
 
 
@@ -138,20 +139,20 @@ def _rescale(tensor: torch.Tensor, factors: Sequence[torch.Tensor] | None) -> to
     return tensor
 
 
-def _weight_facts(weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
+def _weight_metrics(weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> dict[str, Any]:
     """Fields of a LinearRecord, from some rows at a time: a vocabulary takes gigabytes."""
     top = float(weight.abs().amax()) or 1.0
     counts = torch.zeros(_BINS, dtype=torch.float64, device=weight.device)
     errors, norm = dict.fromkeys(("weight", *FORMATS), 0.0), 0.0
     for start in range(0, weight.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
-        exact = weight[rows].float()
-        counts += torch.histc(exact, _BINS, -top, top)
-        norm += float(exact.square().sum())
+        original = weight[rows].float()
+        counts += torch.histc(original, _BINS, -top, top)
+        norm += float(original.square().sum())
         rounded = {"weight": dequantize(q[rows], scale[rows])}
-        rounded |= {name: dequantize(*quantize(exact, fmt=fmt)) for name, fmt in FORMATS.items()}
+        rounded |= {name: dequantize(*quantize(original, fmt=fmt)) for name, fmt in FORMATS.items()}
         for name, values in rounded.items():
-            errors[name] += float((values - exact).square().sum())
+            errors[name] += float((values - original).square().sum())
     relative = {name: (error / norm) ** 0.5 if norm else 0.0 for name, error in errors.items()}
     return {
         "weight_error": relative.pop("weight"),

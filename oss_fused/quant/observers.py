@@ -122,7 +122,7 @@ class CacheObserver:
 
 
 class OutputError:
-    """Error of a linear's output against the exact weight on the same exact input."""
+    """Error of a linear's output against that of the unquantised weight and input."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
@@ -135,9 +135,9 @@ class OutputError:
 
     def see(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Compare the output [..., N] for the input [..., K]."""
-        exact = nn.functional.linear(x, self.weight, self.bias).float()
-        difference = (output.float() - exact).square().sum(-1)
-        norm = exact.square().sum(-1)
+        baseline = nn.functional.linear(x, self.weight, self.bias).float()
+        difference = (output.float() - baseline).square().sum(-1)
+        norm = baseline.square().sum(-1)
         self.difference += float(difference.sum())
         self.norm += float(norm.sum())
         self.by_token.append((difference / norm.clamp_min(1e-30)).sqrt().flatten().cpu())
@@ -146,7 +146,7 @@ class OutputError:
             limit = E4M3.max * float(self.input_scale)
             self.clipped += int((x.abs() > limit).sum())
 
-    def facts(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Fields of a LinearRecord; zero errors if all outputs seen are zero."""
         levels = torch.tensor([0.5, 0.9, 0.99])
         p50, p90, p99 = torch.cat(self.by_token).quantile(levels).tolist()
@@ -157,11 +157,11 @@ class OutputError:
         }
 
 
-def drift(exact: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> float:
+def drift(baseline: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> float:
     """RMS over tokens of ``|x' - x| / |x|`` for hidden states, each [1, T, H]."""
     shares = [
         (other - one).square().sum(-1) / one.square().sum(-1).clamp_min(1e-30)
-        for one, other in zip(exact, states)
+        for one, other in zip(baseline, states)
     ]
     return float(torch.cat([share.flatten() for share in shares]).mean().sqrt())
 

@@ -18,7 +18,7 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import CalibrationRecord, MixRecord, load_record
-from oss_fused.quant.recording import Findings
+from oss_fused.quant.record_builder import SearchResult
 
 
 class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
@@ -116,24 +116,24 @@ def _search(
     say(describe(outcome))
     overrides = (*recipe.overrides, *outcome.overrides)
     found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
-    known = Findings(
+    result = SearchResult(
         load_record(base),
         {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},
         [_mix_record(mix, outcome) for mix in search.compared],
         recipe.accuracy_target,
     )
-    summary = Run(found, options, reader, known).execute(progress, complete, lock)
-    return dataclasses.replace(summary, errors=_with_output_errors(summary, known.record))
+    summary = Run(found, options, reader, result).execute(progress, complete, lock)
+    return dataclasses.replace(summary, errors=_with_output_errors(summary, result.record))
 
 
 def _with_output_errors(summary: Summary, record: CalibrationRecord) -> dict[str, dict[str, Any]]:
-    """The facts of a run's steps with the output errors that the stage before measured."""
+    """The metrics of a run's steps with the output errors that the stage before measured."""
     measured = {
         linear.name: {"output_error": linear.output_error}
         for linear in record.linears
         if linear.output_error is not None
     }
-    return {name: {**measured.get(name, {}), **facts} for name, facts in summary.errors.items()}
+    return {name: {**measured.get(name, {}), **metrics} for name, metrics in summary.errors.items()}
 
 
 def _mix_record(mix: Outcome, chosen: Outcome) -> MixRecord:

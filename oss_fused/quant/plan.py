@@ -17,9 +17,9 @@ from oss_fused.quant import scheme as schemes
 from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.writer import TensorSpec
 from oss_fused.quant.experts import linears_of
-from oss_fused.quant.models import ModelSkeleton, layer_of
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.scheme import QuantizationScheme
+from oss_fused.quant.skeleton import ModelSkeleton, layer_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -42,7 +42,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """Steps in model order and what config.json says about them.
 
     Attributes:
@@ -109,7 +109,7 @@ class Plan:
         }
 
 
-def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
+def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
     """Decide every output tensor.
 
     Raises:
@@ -127,18 +127,18 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> Plan:
             )
         if experts in ("mxfp4", "fp8"):
             raise SchemeError(
-                f"experts={experts!r}: stock vLLM loads no such experts from compressed-tensors; "
-                f"use --experts bf16 or --format oss-fp8"
+                f"experts={experts!r}: vLLM without oss_fused cannot load these experts from "
+                f"compressed-tensors; use --experts bf16 or --format oss-fp8"
             )
         if head is not None and skeleton.family == "gpt_oss":
             raise SchemeError(
-                "lm_head='fp8': stock vLLM keeps the lm_head of gpt-oss in bf16; use "
+                "lm_head='fp8': vLLM without oss_fused keeps the lm_head of gpt-oss in bf16; use "
                 "--lm-head bf16 or --format oss-fp8"
             )
     untie = skeleton.tied and head is not None
     kv_scales = recipe.kv_cache == "fp8"
     routers = [f"model.layers.{i}.mlp.router" for i in range(skeleton.layers)]
-    return Plan(
+    return CheckpointPlan(
         steps=tuple(_steps(skeleton, chosen, experts, untie, kv_scales)),
         schemes=chosen,
         experts=experts,

@@ -2,10 +2,10 @@
 """Finds the cheapest mix of FP8, W8A16 and bf16 linears that meets an accuracy target.
 
 Groups of fused linears are ranked by the harm they do alone (quant.sensitivity) per weight. Then
-nested mixes along that ranking run through the whole model side by side with the exact one, a layer
-at a time, and are compared by the mean KL divergence of their next-token distributions on samples
-calibration has not seen: ``exp(KL)`` estimates the perplexity factor with far less noise than
-perplexity itself. Experts and the KV cache take part as the plan stores them.
+nested mixes along that ranking and the unquantised model run side by side, a layer at a time. The
+mean KL divergence of their next-token distributions, on samples that calibration has not seen,
+compares them: ``exp(KL)`` estimates the perplexity factor with far less noise than perplexity.
+Experts and the KV cache take part as the plan stores them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.expert_stream import serve_in_fp8
 from oss_fused.quant.experts import read_fp8_experts
 from oss_fused.quant.formats import dequantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import CacheObserver
 from oss_fused.quant.recipe import KEEP, Override
 from oss_fused.quant.runner import LayerRunner, RoundedInput
 from oss_fused.quant.scheme import W8A16, QuantizationScheme
 from oss_fused.quant.sensitivity import Harm, Track, measure_harms
+from oss_fused.quant.skeleton import ModelSkeleton
 
 # shares of the quantised linears' weights: with 16-bit inputs, and of those unquantised
 LEVELS = (
-    (0.0, 0.0), (0.05, 0.0), (0.1, 0.0), (0.15, 0.0), (0.2, 0.0), (0.25, 0.0),
-    (0.25, 0.05), (0.25, 0.1), (0.25, 0.15),
-)  # fmt: skip
+    *((inputs, 0.0) for inputs in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25)),
+    *((0.25, weights) for weights in (0.05, 0.1, 0.15)),
+)
 _HEAD = "lm_head"
 
 
@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         inputs_share: share of the linears' weights whose inputs stay in 16 bits.
         weights_share: share of the linears' weights that stay in bf16.
-        factor: exp of the mean KL divergence from the exact model.
+        factor: exp of the mean KL divergence from the unquantised model.
         overrides: the mix, for a recipe.
     """
 
@@ -71,7 +71,7 @@ class PolicySearch:
         """Take the parts.
 
         Args:
-            source: the exact checkpoint.
+            source: the unquantised checkpoint.
             quantised: linear -> codes [N, K] and scale [N, 1].
             schemes: every linear -> its scheme; dynamic or 16-bit inputs.
             samples: held-out token ids, each [T].
@@ -106,7 +106,7 @@ class PolicySearch:
             linears = runner.linears(layer, index)
             cache: CacheObserver | None = None
             for mix, hidden in zip([None, *mixes], states):
-                if hidden is states[1]:  # the exact model has passed
+                if hidden is states[1]:  # the unquantised model has passed
                     cache = self._serve_rest(runner.skeleton, layer, index)
                 restore, rounded = [], RoundedInput()
                 for name, module in linears.items():
@@ -216,13 +216,13 @@ class PolicySearch:
         tokens = sum(len(sample) for sample in self.samples)
         for sample in range(len(self.samples)):
             normed = [norm(state[sample].to(self.device))[0] for state in states]
-            exact = head(normed[0]).log_softmax(-1)
+            baseline = head(normed[0]).log_softmax(-1)
             for i, mix in enumerate(mixes):
                 kind = mix.get(_HEAD, "bf16")
                 undo = self._apply(head, _HEAD, kind == "fp8", kind != "bf16", RoundedInput())
-                difference = exact - head(normed[i + 1]).log_softmax(-1)
+                difference = baseline - head(normed[i + 1]).log_softmax(-1)
                 undo()
-                divergence[i] += float((exact.exp() * difference).sum()) / tokens
+                divergence[i] += float((baseline.exp() * difference).sum()) / tokens
         return [math.exp(value) for value in divergence]
 
 

@@ -58,7 +58,8 @@ class LinearRecord(_Frozen):
         weight_error: relative RMS error of the weight.
         format_errors: relative RMS error of plain rounding by format, "e4m3" and "e5m2".
         group: the best of ``--group-candidates`` that divide a row.
-        output_error: relative RMS error of the output against exact weight and input.
+        output_error: relative RMS error of the output; weight and input are unquantised in the
+            baseline.
         error: the same token by token.
         clip_ratio: share of the input's values that saturate; 0 for dynamic scales.
         kl: mean KL divergence of the model's next-token distribution when this linear (with those
@@ -88,7 +89,7 @@ class LayerRecord(_Frozen):
     Attributes:
         layer: its index.
         cumulative_error: RMS over tokens of ``|h' - h| / |h|`` for the hidden states behind it and
-            those of the exact model: what all quantised layers so far add up to.
+            those of the unquantised model: what all quantised layers so far add up to.
         k_scale: static scale of the cached keys.
         v_scale: static scale of the cached values.
         kv_cache: "fp8", or "bf16" where the cache of this layer is kept in 16 bits.
@@ -109,7 +110,7 @@ class MixRecord(_Frozen):
     Attributes:
         inputs_share: share of the linears' weights whose inputs stay in 16 bits.
         weights_share: share of the linears' weights that stay in bf16.
-        factor: exp of the mean KL divergence from the exact model on held-out samples.
+        factor: exp of the mean KL divergence from the unquantised model on held-out samples.
         chosen: it was written.
     """
 

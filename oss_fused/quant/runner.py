@@ -11,8 +11,8 @@ from torch import nn
 
 from oss_fused.quant.experts import read_expert
 from oss_fused.quant.formats import fake_quantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.scheme import QuantizationScheme
+from oss_fused.quant.skeleton import ModelSkeleton
 
 # masks take the square of a length
 _CACHED_LENGTHS = 16
@@ -151,9 +151,9 @@ def quantise_input(
     """Make ``module`` see its input as the FP8 kernel does; nothing for 16-bit activations."""
     if scheme.input_activations is None:
         return
-    exact = module.forward
+    forward = module.forward
     if input_scale is None:
-        module.forward = lambda x: exact(rounded(x))
+        module.forward = lambda x: forward(rounded(x))
     else:
         scale = input_scale.to(module.weight.device)
-        module.forward = lambda x: exact(fake_quantize(x, "tensor", scale))
+        module.forward = lambda x: forward(fake_quantize(x, "tensor", scale))

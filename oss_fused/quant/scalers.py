@@ -106,8 +106,11 @@ class Scaler(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` restores."""
         return {
-            "name": self.name, "format": self.fmt.name, "margin": self.margin, "amax": self.amax,
-        }  # fmt: skip
+            "name": self.name,
+            "format": self.fmt.name,
+            "margin": self.margin,
+            "amax": self.amax,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state.

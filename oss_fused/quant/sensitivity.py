@@ -4,7 +4,7 @@
 For logits that differ by ``d`` the KL divergence of the next-token distributions is ``d F d / 2``
 to second order, ``F`` the Fisher information; and ``d F d`` is the mean of ``(g d)**2`` over labels
 drawn from the model, ``g`` the gradient of their log-likelihood (Martens, 2014, arXiv:1412.1193).
-So one pass forwards and one backwards through the exact model, a decoder layer in memory at a time,
+So one pass forwards and one backwards through the unquantised model, one decoder layer in memory,
 weigh the error of every linear's output by what it does to the prediction.
 """
 
@@ -19,9 +19,9 @@ from torch import nn
 
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import dequantize, fake_quantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.runner import LayerRunner
 from oss_fused.quant.scheme import QuantizationScheme, siblings
+from oss_fused.quant.skeleton import ModelSkeleton
 
 Quantised = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 Schemes = Mapping[str, QuantizationScheme]
@@ -58,15 +58,15 @@ class _Tally:
         self.weights: dict[tuple[str, ...], float] = {}
 
     def add(self, seen: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        """Take linears -> exact weight [N, K], input [T, K] and gradient of the output [T, N]."""
+        """Take linears -> source weight [N, K], input [T, K] and gradient of the output [T, N]."""
         for names in {tuple(siblings(name, seen)) for name in seen}:
             inputs = weights = torch.zeros((), device=self.device)
             for name in names:
-                exact, x, gradient = seen[name]
+                weight, x, gradient = seen[name]
                 if self.schemes[name].input_activations is not None:
-                    inputs = inputs + ((fake_quantize(x) - x) * (gradient @ exact)).sum(-1)
+                    inputs = inputs + ((fake_quantize(x) - x) * (gradient @ weight)).sum(-1)
                 codes, scale = self.quantised[name]
-                difference = dequantize(codes.to(self.device), scale.to(self.device)) - exact
+                difference = dequantize(codes.to(self.device), scale.to(self.device)) - weight
                 weights = weights + ((x @ difference.t()) * gradient).sum(-1)
             self.inputs[names] = self.inputs.get(names, 0.0) + float(inputs.square().sum())
             self.weights[names] = self.weights.get(names, 0.0) + float(weights.square().sum())
@@ -96,7 +96,7 @@ def measure_harms(
     """The harm of every group of the linears in ``schemes``, in model order.
 
     Args:
-        source: the exact checkpoint.
+        source: the unquantised checkpoint.
         quantised: linear -> codes [N, K] and scale [N, 1].
         schemes: the same linears -> scheme; dynamic or 16-bit inputs.
         samples: token ids, each [T].
@@ -140,13 +140,13 @@ def _head(runner: LayerRunner, tally: _Tally, hidden: torch.Tensor) -> torch.Ten
         with torch.enable_grad():
             x = part.to(runner.device).requires_grad_()
             normed = norm(x)
-        exact = normed.detach()
-        chances = (exact @ weight.t()).softmax(-1)
+        states = normed.detach()
+        chances = (states @ weight.t()).softmax(-1)
         labels = torch.multinomial(chances.cpu(), 1, generator=generator).to(runner.device)
         # of the log-likelihood by the logits: one at the label, less the chances
         gradient = chances.neg_().scatter_add_(-1, labels, torch.ones_like(labels).to(chances))
         if _HEAD in tally.schemes:
-            tally.add({_HEAD: (weight, exact, gradient)})
+            tally.add({_HEAD: (weight, states, gradient)})
         parts.append(torch.autograd.grad(normed, x, gradient @ weight)[0])
     return torch.cat(parts).unsqueeze(0).cpu()
 

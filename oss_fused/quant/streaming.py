@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Runs a model over calibration samples with the weights of one decoder layer in memory.
 
-Each layer is run twice: with exact weights on the outputs of the quantised layers before it, to
-observe; then quantised, as it will be served, to make the next layer's inputs.
+Each layer runs twice on the outputs of the quantised layers before it: first with unquantised
+weights, to observe; then quantised, as it will be served, to make the next layer's inputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import nn
 from oss_fused.errors import NumericalOverflowError
 from oss_fused.quant.checkpoint.writer import sync
 from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8
-from oss_fused.quant.export import LayerFindings
+from oss_fused.quant.export import LayerCalibration
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.observers import (
     CacheObserver,
     OutputError,
@@ -29,14 +28,15 @@ from oss_fused.quant.observers import (
     make_observer,
     watch_inputs,
 )
-from oss_fused.quant.plan import Plan
-from oss_fused.quant.recording import layer_step
+from oss_fused.quant.plan import CheckpointPlan
+from oss_fused.quant.record_builder import layer_step
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, RoundedInput, quantise_input
 from oss_fused.quant.scheme import QuantizationScheme, siblings
+from oss_fused.quant.skeleton import ModelSkeleton
 from oss_fused.quant.smoothing import Rescaled, smooth_layer
 
-# samples on which a linear's output is compared with the exact one: a second GEMM each
+# samples on which a linear's output is compared with the unquantised one: a second GEMM each
 _ERROR_SAMPLES = 8
 _HEAD = "lm_head"
 _HEAD_ROWS = 16384
@@ -48,7 +48,7 @@ class LayerStream:
     def __init__(
         self,
         skeleton: ModelSkeleton,
-        plan: Plan,
+        plan: CheckpointPlan,
         samples: Sequence[torch.Tensor],
         device: torch.device,
         state: Path,
@@ -74,13 +74,13 @@ class LayerStream:
         self.next_layer = max(saved) if stored is not None else 0
         if stored is not None:
             self.hidden = [stored[str(i)] for i in range(len(samples))]
-            self.exact = [stored[f"exact-{i}"] for i in range(min(len(samples), _ERROR_SAMPLES))]
+            self.baseline = [stored[f"exact-{i}"] for i in range(min(len(samples), _ERROR_SAMPLES))]
         else:
             self.hidden = self.runner.embed(samples)
-            self.exact = self.hidden[:_ERROR_SAMPLES]
+            self.baseline = self.hidden[:_ERROR_SAMPLES]
 
     @torch.no_grad()
-    def run(self, index: int) -> LayerFindings:
+    def run(self, index: int) -> LayerCalibration:
         """Observe decoder layer ``index``, quantise it, and move the samples past it.
 
         Raises:
@@ -91,31 +91,33 @@ class LayerStream:
         linears = self.runner.linears(layer, index)
         rescaled = self._smooth(layer, index)
         cache = CacheObserver(f"{prefix}.self_attn", self.plan.clip_target)
-        findings = self._observe(layer, index, linears, cache)
-        findings.rescaled = rescaled
-        self.exact = [self.runner.forward(layer, index, hidden).cpu() for hidden in self.exact]
+        calibration = self._observe(layer, index, linears, cache)
+        calibration.rescaled = rescaled
+        self.baseline = [
+            self.runner.forward(layer, index, hidden).cpu() for hidden in self.baseline
+        ]
         if self.plan.kv_scales:
-            findings.kv_scales[f"{prefix}.self_attn"] = cache.freeze()
+            calibration.kv_scales[f"{prefix}.self_attn"] = cache.freeze()
             for name, scale in zip(("k_scale", "v_scale"), cache.freeze()):
-                findings.layer[name] = float(scale)
-        errors = self._quantise(linears, findings)
+                calibration.layer[name] = float(scale)
+        errors = self._quantise(linears, calibration)
         experts = self.skeleton.experts_of(index)
         if self.plan.experts == "fp8" and experts is not None:
             mxfp4 = self.plan.source_experts == "mxfp4"
-            serve_in_fp8(layer.mlp.experts, experts, findings.weights, mxfp4)
+            serve_in_fp8(layer.mlp.experts, experts, calibration.weights, mxfp4)
         self._advance(layer, index, cache, errors)
-        findings.linears = {name: error.facts() for name, (error, _) in errors.items()}
-        findings.layer["cumulative_error"] = drift(self.exact, self.hidden)
+        calibration.linears = {name: error.metrics() for name, (error, _) in errors.items()}
+        calibration.layer["cumulative_error"] = drift(self.baseline, self.hidden)
         self.runner.drop(index)
-        return findings
+        return calibration
 
     @torch.no_grad()
-    def run_head(self) -> LayerFindings:
+    def run_head(self) -> LayerCalibration:
         """Observe the input of lm_head, and round its weight."""
-        findings = LayerFindings()
+        calibration = LayerCalibration()
         scheme = self.plan.schemes.get(_HEAD)
         if scheme is None or not (scheme.needs_data or self.feedback):
-            return findings
+            return calibration
         norm = self.runner.final_norm()
         observer = make_observer(f"{_HEAD}.input_scale", self.plan.clip_target)
         moments = InputMoments(self.hidden[0].shape[-1], self.device)
@@ -125,7 +127,7 @@ class LayerStream:
             if self.feedback:
                 moments.see(_as_served(x, scheme))
         if scheme.needs_data:
-            findings.input_scales[_HEAD] = observer.scale()
+            calibration.input_scales[_HEAD] = observer.scale()
         if self.feedback:
             basis = input_basis(moments.mean(_HEAD))
             # rows do not depend on each other, and a vocabulary in float32 takes gigabytes
@@ -134,8 +136,8 @@ class LayerStream:
                 for rows in self.runner.head_rows(_HEAD_ROWS)
             ]
             codes = torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype)
-            findings.weights[_HEAD] = (codes, torch.cat([scale for _, scale in parts]))
-        return findings
+            calibration.weights[_HEAD] = (codes, torch.cat([scale for _, scale in parts]))
+        return calibration
 
     def commit(self, index: int) -> None:
         """Save the hidden states after layer ``index``, whose tensors are all written."""
@@ -144,7 +146,7 @@ class LayerStream:
         part = path.with_suffix(".part")
         states = {str(i): hidden for i, hidden in enumerate(self.hidden)}
         # safetensors refuses tensors that share memory, as these do before the first layer
-        states |= {f"exact-{i}": hidden.clone() for i, hidden in enumerate(self.exact)}
+        states |= {f"exact-{i}": hidden.clone() for i, hidden in enumerate(self.baseline)}
         save_file(states, part)
         sync(part)
         part.replace(path)
@@ -154,7 +156,7 @@ class LayerStream:
                 self._path(layer).unlink()
 
     def _smooth(self, layer: Any, index: int) -> Rescaled:
-        """Smooth the layer, if asked for, by what its inputs are with exact weights."""
+        """Smooth the layer, if asked for, by what its inputs are with unquantised weights."""
         if self.plan.smoothing is None:
             return {}
 
@@ -169,8 +171,8 @@ class LayerStream:
 
     def _observe(
         self, layer: Any, index: int, linears: dict[str, nn.Linear], cache: CacheObserver
-    ) -> LayerFindings:
-        """Run with exact weights; find the static input scales and the rounded weights."""
+    ) -> LayerCalibration:
+        """Run with unquantised weights; find the static input scales and the rounded weights."""
         chosen = {name: s for name in linears if (s := self.plan.schemes[name]) is not None}
         static = {
             name: make_observer(f"{name}.input_scale", self.plan.clip_target)
@@ -182,9 +184,9 @@ class LayerStream:
         moments = {
             name: InputMoments(linears[name].in_features, self.device) for name in lead.values()
         }
-        findings = LayerFindings()
+        calibration = LayerCalibration()
         if not static and not moments and not self.plan.kv_scales and not self.plan.experts:
-            return findings
+            return calibration
 
         def see(name: str, x: torch.Tensor) -> None:
             if name in static:
@@ -198,15 +200,15 @@ class LayerStream:
             self.runner.forward(layer, index, self.hidden[i], cache)
         for handle in handles:
             handle.remove()
-        findings.input_scales = {name: observer.scale() for name, observer in static.items()}
+        calibration.input_scales = {name: observer.scale() for name, observer in static.items()}
         bases = {name: input_basis(total.mean(name)) for name, total in moments.items()}
         for name, first in lead.items():
-            findings.weights[name] = round_with_feedback(linears[name].weight.data, bases[first])
+            calibration.weights[name] = round_with_feedback(linears[name].weight.data, bases[first])
         if experts is not None:
             experts.close()
-            findings.layer["expert_tokens"] = experts.tokens
-            findings.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
-        return findings
+            calibration.layer["expert_tokens"] = experts.tokens
+            calibration.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
+        return calibration
 
     def _watch_experts(self, layer: Any) -> ExpertWatch | None:
         if not hasattr(layer.mlp, "experts"):
@@ -216,7 +218,7 @@ class LayerStream:
         return ExpertWatch(layer.mlp.experts, self.feedback and rounds)
 
     def _quantise(
-        self, linears: dict[str, nn.Linear], findings: LayerFindings
+        self, linears: dict[str, nn.Linear], calibration: LayerCalibration
     ) -> dict[str, tuple[OutputError, Any]]:
         """Make every chosen linear compute as it will be served."""
         errors, rounded = {}, RoundedInput()
@@ -224,11 +226,11 @@ class LayerStream:
             scheme = self.plan.schemes[name]
             if scheme is None:
                 continue
-            exact = module.weight.data
-            q, scale = findings.weights.get(name) or quantize(exact, "channel")
+            original = module.weight.data
+            q, scale = calibration.weights.get(name) or quantize(original, "channel")
             module.weight.data = dequantize(q, scale)
-            input_scale = findings.input_scales.get(name)
-            error = OutputError(exact, module.bias, input_scale)
+            input_scale = calibration.input_scales.get(name)
+            error = OutputError(original, module.bias, input_scale)
             handle = module.register_forward_hook(
                 lambda _m, inputs, output, error=error: error.see(inputs[0], output)
             )

@@ -29,9 +29,16 @@ from tests.quant.runs import (
 )
 
 KINDS = [
-    "llama", "llama-tied", "mistral", "qwen2", "qwen3", "gpt-oss", "gpt-oss-mxfp4", "mixtral",
+    "llama",
+    "llama-tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt-oss",
+    "gpt-oss-mxfp4",
+    "mixtral",
     "qwen3-moe",
-]  # fmt: skip
+]
 STORED = {"gpt-oss": "bf16", "gpt-oss-mxfp4": "mxfp4", "mixtral": "bf16", "qwen3-moe": "bf16"}
 
 
@@ -68,9 +75,14 @@ def test_static_scales_of_the_last_layer_match_the_whole_model(
     source = models(kind)
     last = "re:model\\.layers\\.1\\."
     calibrate(
-        source, tmp_path / "out", scheme="FP8_STATIC", targets=[last],
-        dataset=str(text_file), num_samples=3, max_seq_length=32,
-    )  # fmt: skip
+        source,
+        tmp_path / "out",
+        scheme="FP8_STATIC",
+        targets=[last],
+        dataset=str(text_file),
+        num_samples=3,
+        max_seq_length=32,
+    )
     after = tensors(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(source)
     ids = tokenizer(text_file.read_text(), return_tensors="pt")["input_ids"][0]
@@ -208,9 +220,9 @@ def test_feedback_lowers_the_output_error(models: Models, tmp_path: Path, text_f
         ).errors
         for rounding in ("nearest", "feedback")
     }
-    for name, facts in errors["nearest"].items():
-        if "output_error" in facts:
-            assert errors["feedback"][name]["output_error"] < 0.7 * facts["output_error"]
+    for name, metrics in errors["nearest"].items():
+        if "output_error" in metrics:
+            assert errors["feedback"][name]["output_error"] < 0.7 * metrics["output_error"]
     assert "| Rounding | error feedback |" in (tmp_path / "feedback" / "README.md").read_text()
     for name, tensor in tensors(tmp_path / "feedback").items():
         if name.endswith("_scale"):

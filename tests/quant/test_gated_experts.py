@@ -15,11 +15,11 @@ from oss_fused.quant.calibrator import RunOptions
 from oss_fused.quant.checkpoint.audit import audit
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import dequantize, quantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.pipeline import calibrate as search
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
 from oss_fused.quant.runner import LayerRunner
+from oss_fused.quant.skeleton import ModelSkeleton
 from tests.quant.runs import Models, calibrate, changed, config_of, tensors, whole_model
 
 FAMILIES = {

@@ -14,12 +14,12 @@ from oss_fused.quant import policy
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint import CheckpointReader
 from oss_fused.quant.formats import quantize
-from oss_fused.quant.models import ModelSkeleton
 from oss_fused.quant.pipeline import StoredWeights, calibrate
 from oss_fused.quant.policy import Harm, PolicySearch
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
 from oss_fused.quant.scheme import FP8_DYNAMIC
+from oss_fused.quant.skeleton import ModelSkeleton
 
 Models = Callable[[str], Path]
 
@@ -106,9 +106,11 @@ def test_ranking_prefers_harm_per_cost(models: Models) -> None:
 
 def settings_of(text_file: Path, target: float) -> dict:
     return {
-        "dataset": str(text_file), "max_seq_length": 32, "num_samples": 12,
+        "dataset": str(text_file),
+        "max_seq_length": 32,
+        "num_samples": 12,
         "accuracy_target": target,
-    }  # fmt: skip
+    }
 
 
 def test_a_target_is_met_and_the_mix_is_in_the_recipe(
@@ -118,7 +120,7 @@ def test_a_target_is_met_and_the_mix_is_in_the_recipe(
     options = RunOptions(models("llama"), tmp_path / "out")
     easy = calibrate(make_recipe(settings_of(text_file, 2.0)), options, say=said.append)
     assert easy.quantised == 14 and "0% of the linears" in said[1]
-    assert any("output_error" in facts for facts in easy.errors.values())
+    assert any("output_error" in metrics for metrics in easy.errors.values())
     recipe = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert recipe["overrides"] == [] and recipe["accuracy_target"] is None
     start = float(said[1].rsplit(" ", 1)[1])

@@ -95,9 +95,15 @@ def test_what_is_not_quantised_is_written_so_that_the_model_fits_together(
 ) -> None:
     source = models("qwen2")  # with biases
     calibrate(
-        source, tmp_path / "out", targets=["re:.*o_proj", "re:.*down_proj"], smoothing=1.0,
-        dataset=str(text_file), num_samples=2, max_seq_length=32, rounding="nearest",
-    )  # fmt: skip
+        source,
+        tmp_path / "out",
+        targets=["re:.*o_proj", "re:.*down_proj"],
+        smoothing=1.0,
+        dataset=str(text_file),
+        num_samples=2,
+        max_seq_length=32,
+        rounding="nearest",
+    )
     before, after = tensors(source), tensors(tmp_path / "out")
     scales = {name: after.pop(name) for name in list(after) if name.endswith("_scale")}
     for name, scale in scales.items():

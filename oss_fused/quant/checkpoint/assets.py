@@ -60,13 +60,15 @@ def write_config(
     (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
-def write_model_card(target: Path, base_model: str, facts: dict[str, Any], recipe: str) -> None:
+def write_model_card(
+    target: Path, base_model: str, optimisations: dict[str, Any], recipe: str
+) -> None:
     """Write README.md: what this is, how to serve it, how it was made, what it measures.
 
     Args:
         target: folder.
         base_model: name of the source.
-        facts: lines of the table "Optimisations": name -> value.
+        optimisations: lines of the table "Optimisations": name -> value.
         recipe: recipe.yaml's text.
     """
     front = {
@@ -76,7 +78,7 @@ def write_model_card(target: Path, base_model: str, facts: dict[str, Any], recip
         "pipeline_tag": "text-generation",
         "tags": ["fp8", "oss_fused", "vllm"],
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    rows = "\n".join(f"| {name} | {value} |" for name, value in optimisations.items())
     text = f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
@@ -94,7 +96,7 @@ Made from {base_model} by oss_fused's `scripts/calibrate.py`.
 ## Deployment
 
 ```
-vllm serve {facts["Output"]}
+vllm serve {optimisations["Output"]}
 ```
 
 ## Creation

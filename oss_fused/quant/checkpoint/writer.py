@@ -134,13 +134,13 @@ class CheckpointWriter:
             handle.write(data.data)
         self._written[name] = zlib.crc32(data.data)
 
-    def done(self, step: str, facts: dict[str, Any]) -> None:
-        """Note that every tensor of ``step`` is written; ``facts`` come back after a resume."""
+    def done(self, step: str, metrics: dict[str, Any]) -> None:
+        """Note that every tensor of ``step`` is written; ``metrics`` come back after a resume."""
         # the journal must never speak of data that a power cut can still take back
         for file in {self._places[name].file for name in self._written}:
             sync(self.partial / file)
-        self.steps[step] = facts
-        entry = {"step": step, "facts": facts, "sums": self._written}
+        self.steps[step] = metrics
+        entry = {"step": step, "facts": metrics, "sums": self._written}
         with open(self._journal, "a") as handle:
             handle.write(json.dumps(entry) + "\n")
             handle.flush()
@@ -226,12 +226,12 @@ class CheckpointWriter:
             for line in self._journal.read_text(errors="replace").split("\n")[:-1]:
                 try:
                     entry = json.loads(line)
-                    step, facts, sums = entry["step"], entry["facts"], entry["sums"]
+                    step, metrics, sums = entry["step"], entry["facts"], entry["sums"]
                 except (ValueError, KeyError, TypeError):
                     break
                 if any(self._checksum(name) != known for name, known in sums.items()):
                     break
-                steps[step] = facts
+                steps[step] = metrics
                 lines.append(f"{line}\n")
         part = self._journal.with_suffix(".part")
         part.write_text("".join(lines))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Puts calibration.json together from what the steps of a run noted."""
+"""Builds the content of calibration.json from the metrics of the steps of a run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from oss_fused.quant import scheme as schemes
-from oss_fused.quant.models import ModelSkeleton, layer_of
-from oss_fused.quant.plan import Plan
+from oss_fused.quant.plan import CheckpointPlan
 from oss_fused.quant.recipe import KEEP, Recipe
 from oss_fused.quant.record import CalibrationRecord, LayerRecord, LinearRecord, MixRecord
+from oss_fused.quant.skeleton import ModelSkeleton, layer_of
 
-Facts = Mapping[str, Mapping[str, Any]]
+StepMetrics = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What an earlier stage found that this run does not measure again.
+class SearchResult:
+    """Result of a policy search; the run that writes the chosen mix does not measure it again.
 
     Attributes:
-        record: of the run that quantised everything.
-        kl: by linear, of its group alone.
-        mixes: those compared.
-        target: perplexity factor asked for.
+        record: record of the run that quantised every linear.
+        kl: linear -> KL divergence when only its group of fused linears is quantised.
+        mixes: the mixes compared.
+        target: the perplexity factor that the user asked for.
     """
 
     record: CalibrationRecord
@@ -33,34 +33,34 @@ class Findings:
     target: float
 
 
-def make_record(
+def build_record(
     skeleton: ModelSkeleton,
-    plan: Plan,
+    plan: CheckpointPlan,
     recipe: Recipe,
-    facts: Facts,
+    metrics: StepMetrics,
     tokens: Sequence[int],
-    known: Findings | None,
+    search: SearchResult | None,
 ) -> CalibrationRecord:
     """The record of a run.
 
     Args:
         skeleton: the model.
-        plan: what was made.
-        recipe: what was asked for.
-        facts: step -> what it noted; a decoder layer's under ``layer_step``.
-        tokens: of every calibration sample; ignored with ``known``.
-        known: of an earlier stage.
+        plan: the plan that the run carried out.
+        recipe: the settings of the run.
+        metrics: step -> its metrics; those of a decoder layer are under ``layer_step``.
+        tokens: number of tokens of every calibration sample; ignored with ``search``.
+        search: result of the policy search, None if there was none.
     """
-    if known is not None:
-        earlier = _earlier(known.record, plan)
-        names = earlier.keys() | facts.keys()
-        facts = {name: {**earlier.get(name, {}), **facts.get(name, {})} for name in names}
+    if search is not None:
+        earlier = _earlier(search.record, plan)
+        names = earlier.keys() | metrics.keys()
+        metrics = {name: {**earlier.get(name, {}), **metrics.get(name, {})} for name in names}
     reader, sizes = skeleton.reader, {spec.name: spec.nbytes for spec in plan.specs}
     linears = []
     for name, scheme in plan.schemes.items():
         source = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
         shape, parts = reader.shape(source), ("weight", "weight_scale", "input_scale")
-        noted = facts.get(name, {}) if scheme is not None else {}
+        noted = metrics.get(name, {}) if scheme is not None else {}
         linears.append(
             LinearRecord(
                 name=name,
@@ -69,7 +69,7 @@ def make_record(
                 elements=shape[0] * shape[1],
                 bytes_before=shape[0] * shape[1] * reader.dtype(source).itemsize,
                 bytes_after=sum(sizes.get(f"{name}.{part}", 0) for part in parts),
-                kl=None if known is None else known.kl.get(name),
+                kl=None if search is None else search.kl.get(name),
                 **{k: v for k, v in noted.items() if k in LinearRecord.model_fields},
             )
         )
@@ -80,33 +80,33 @@ def make_record(
         scheme=recipe.scheme,
         rounding="feedback" if recipe.feedback else "nearest",
         experts=plan.experts,
-        samples=len(tokens) if known is None else known.record.samples,
-        tokens=sum(tokens) if known is None else known.record.tokens,
+        samples=len(tokens) if search is None else search.record.samples,
+        tokens=sum(tokens) if search is None else search.record.tokens,
         source_bytes=reader.total_bytes(),
         output_bytes=sum(sizes.values()),
-        accuracy_target=recipe.accuracy_target if known is None else known.target,
+        accuracy_target=recipe.accuracy_target if search is None else search.target,
         linears=tuple(linears),
         layers=tuple(
-            LayerRecord(layer=layer, kv_cache=cache, **facts.get(layer_step(layer), {}))
+            LayerRecord(layer=layer, kv_cache=cache, **metrics.get(layer_step(layer), {}))
             for layer in range(skeleton.layers)
         ),
-        mixes=() if known is None else tuple(known.mixes),
+        mixes=() if search is None else tuple(search.mixes),
     )
 
 
 def layer_step(layer: int) -> str:
-    """Name under which a decoder layer's facts are noted."""
+    """Name under which a decoder layer's metrics are stored."""
     return f"model.layers.{layer}"
 
 
-def _earlier(record: CalibrationRecord, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Facts as the steps of that run noted them, where this plan serves the linear alike."""
-    facts = {}
+def _earlier(record: CalibrationRecord, plan: CheckpointPlan) -> dict[str, dict[str, Any]]:
+    """Metrics in ``record`` of the linears that ``plan`` stores in the same scheme."""
+    metrics = {}
     measured = {"output_error", "error", "clip_ratio"}
     for linear in record.linears:
         scheme = plan.schemes[linear.name]
         if scheme is not None and schemes.name_of(scheme) == linear.scheme:
-            facts[linear.name] = linear.model_dump(include=measured, exclude_none=True)
+            metrics[linear.name] = linear.model_dump(include=measured, exclude_none=True)
     for layer in record.layers:
-        facts[layer_step(layer.layer)] = layer.model_dump(exclude={"layer", "kv_cache"})
-    return facts
+        metrics[layer_step(layer.layer)] = layer.model_dump(exclude={"layer", "kv_cache"})
+    return metrics
