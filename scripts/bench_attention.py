@@ -42,7 +42,7 @@ def main() -> int:
 
     from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
 
-    from oss_fused.bench.kernel_timing import copy_bandwidth
+    from oss_fused.bench.timing import copy_bandwidth
     from oss_fused.environment import fingerprint
     from oss_fused.files import write_json
 

@@ -136,7 +136,7 @@ def measure(
     args: argparse.Namespace, arms: list[Arm]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run the plan; the results and, apart from them, the recorded profiles."""
-    plan = decode.Plan(
+    plan = decode.DecodeBenchmark(
         arms=arms,
         cells=[
             *(

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
-    from harness import kernel_report, kernel_stock, kernels
+    from harness import kernel_report, kernels, vllm_kernels
 
     from oss_fused.environment import has_gpu
     from oss_fused.errors import OssFusedError
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.output:
         parser.error("--output is needed")
     try:
-        kernel_stock.load(arguments.vllm_library)
+        vllm_kernels.load(arguments.vllm_library)
     except OssFusedError as error:
         parser.error(str(error))
     if arguments.compile_jobs > 1:

@@ -249,7 +249,7 @@ def check_json(
 
 def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """Run the comparison and write its folder; returns that folder and the results."""
-    plan = compare.Plan(
+    plan = compare.Comparison(
         arms=args.arm,
         grid=args.grid,
         rounds=args.rounds,

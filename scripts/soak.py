@@ -59,7 +59,7 @@ def main() -> int:
     parser = make_parser()
     args = vars(parser.parse_args())
     output, summary = args.pop("output"), args.pop("summary")
-    plan = soak.Plan(**args)
+    plan = soak.SoakTest(**args)
     try:
         soak.check(plan)
     except ServerError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oss_fused.bench.measure import capture
+from oss_fused.bench.timing import capture
 from oss_fused.errors import BackendUnavailableError
 
 # calls between two looks at the clock

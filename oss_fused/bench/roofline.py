@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from oss_fused.bench.kernel_timing import copy_bandwidth
-from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import summarize
+from oss_fused.bench.timing import copy_bandwidth, time_calls, warm_up
 from oss_fused.errors import SchemeError
 
 # a kernel this short is ruled by its launch, whatever it does

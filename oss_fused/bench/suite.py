@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
-from oss_fused.bench.kernel_timing import copies_for
-from oss_fused.bench.measure import time_calls, time_replays, warm_up
-from oss_fused.bench.rivals import implementations
+from oss_fused.bench.implementations import implementations
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.bench.timing import copies_for, time_calls, time_replays, warm_up
 from oss_fused.environment import fingerprint
 from oss_fused.errors import (
     BackendUnavailableError,
@@ -203,13 +202,13 @@ class BenchmarkSuite:
         added = []
         for problem in problems:
             base: float | None = None
-            rivals = dict(implementations)
+            candidates = dict(implementations)
             if self.compile_baseline:
                 first, function = next(iter(implementations.items()))
                 # dynamo gives up, silently, on a function that it compiled for eight shapes
                 torch.compiler.reset()
-                rivals[f"{first} compiled"] = torch.compile(function, dynamic=False)
-            for name, function in rivals.items():
+                candidates[f"{first} compiled"] = torch.compile(function, dynamic=False)
+            for name, function in candidates.items():
                 row = self._row(operation, problem, name, function)
                 if base is None:
                     base = row.latency_ms

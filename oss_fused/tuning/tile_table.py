@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from oss_fused.bench.measure import time_replays
 from oss_fused.bench.statistics import MIN_SAMPLES
+from oss_fused.bench.timing import time_replays
 from oss_fused.errors import TritonKernelError
 from oss_fused.kernels import tiles
 from oss_fused.specs import FP8GEMMInput

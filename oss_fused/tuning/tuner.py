@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from oss_fused.bench.accuracy import Tolerance, check_accuracy
 from oss_fused.bench.energy import energy_per_call_mj
-from oss_fused.bench.measure import time_calls, warm_up
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
+from oss_fused.bench.timing import time_calls, warm_up
 from oss_fused.errors import SchemeError, TritonKernelError
 from oss_fused.kernels.checks import check_device
 from oss_fused.tuning.cache import CacheEntry, TuningCache

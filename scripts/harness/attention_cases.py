@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.bench.kernel_timing import copies_for, time_graph
+from oss_fused.bench.timing import copies_for, time_graph
 from oss_fused.kernels.attention.triton import Launch, launch_for
 
 FP8 = torch.float8_e4m3fn

@@ -112,7 +112,7 @@ def make_grid(
 
 
 @dataclass
-class Plan:
+class Comparison:
     """A whole comparison.
 
     Attributes:
@@ -182,7 +182,7 @@ def _has_flag(given: Sequence[str], *names: str) -> bool:
 
 
 def run(
-    plan: Plan, scratch: Path, keep: Callable[[Mapping[str, Any]], None] = lambda _: None
+    plan: Comparison, scratch: Path, keep: Callable[[Mapping[str, Any]], None] = lambda _: None
 ) -> dict[str, Any]:
     """Serve and measure everything in ``plan``.
 
@@ -216,7 +216,7 @@ def run(
 
 
 def _measure(
-    plan: Plan,
+    plan: Comparison,
     ports: Sequence[int],
     scratch: Path,
     results: dict[str, Any],
@@ -236,7 +236,7 @@ def _measure(
                     _measure_group(plan, client, servers, number, results, keep)
 
 
-def _server(plan: Plan, arm: Arm, port: int, scratch: Path) -> Server:
+def _server(plan: Comparison, arm: Arm, port: int, scratch: Path) -> Server:
     return Server(
         arm.name,
         arm.model,
@@ -250,7 +250,7 @@ def _server(plan: Plan, arm: Arm, port: int, scratch: Path) -> Server:
 
 
 def _measure_group(
-    plan: Plan,
+    plan: Comparison,
     client: LoadClient,
     servers: Sequence[Server],
     number: int,
@@ -299,7 +299,7 @@ def _measure_group(
         server.check("after the measurement")
 
 
-def _describe(plan: Plan, server: Server) -> dict[str, Any]:
+def _describe(plan: Comparison, server: Server) -> dict[str, Any]:
     arm = next(arm for arm in plan.arms if arm.name == server.name)
     return {
         "model": arm.model,

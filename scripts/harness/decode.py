@@ -45,7 +45,7 @@ class Cell:
 
 
 @dataclass
-class Plan:
+class DecodeBenchmark:
     """A whole measurement.
 
     Attributes:
@@ -114,7 +114,7 @@ def _positions(cell: Cell) -> int:
 class Engine:
     """A worker process; answers of `ask` come in order."""
 
-    def __init__(self, plan: Plan, arm: Arm, folder: Path) -> None:
+    def __init__(self, plan: DecodeBenchmark, arm: Arm, folder: Path) -> None:
         """See the class; the log goes to ``folder``."""
         self.arm = arm
         self.log_path = folder / f"{arm.name}.log"
@@ -176,7 +176,7 @@ class Engine:
         return ServerError(f"engine {self.arm.name} ({self.arm.model}): {why}\n{shown}")
 
 
-def run(plan: Plan, scratch: Path) -> dict[str, Any]:
+def run(plan: DecodeBenchmark, scratch: Path) -> dict[str, Any]:
     """Start all engines, measure every cell on each, and record kernels.
 
     Returns:
@@ -216,7 +216,7 @@ def run(plan: Plan, scratch: Path) -> dict[str, Any]:
     return results
 
 
-def _warm_up(plan: Plan, engine: Engine, results: dict[str, Any]) -> bool:
+def _warm_up(plan: DecodeBenchmark, engine: Engine, results: dict[str, Any]) -> bool:
     """Wait for an engine and run each kind of load once; False if it is a baseline that fails."""
     try:
         engine.answer(plan.startup_timeout)
@@ -239,7 +239,7 @@ def _warm_up(plan: Plan, engine: Engine, results: dict[str, Any]) -> bool:
     return True
 
 
-def _row(plan: Plan, engine: Engine, cell: Cell, number: int) -> dict[str, Any]:
+def _row(plan: DecodeBenchmark, engine: Engine, cell: Cell, number: int) -> dict[str, Any]:
     answer = _measure(engine, cell, plan.seed, number)
     median = statistics.median(answer["ms"])
     plan.say(f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from oss_fused.bench.kernel_timing import copy_bandwidth
+from oss_fused.bench.timing import copy_bandwidth
 
 
 class WorkerExtension:

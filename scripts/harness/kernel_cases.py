@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import oss_fused.kernels  # noqa: F401  (registers the operators)
-from harness import kernel_stock as stock
-from oss_fused.bench.kernel_timing import copies_for
+from harness import vllm_kernels
+from oss_fused.bench.timing import copies_for
 from oss_fused.kernels.op import get_kernel
 
 ops = torch.ops.oss_fused
@@ -80,7 +80,7 @@ def _norm_quant(rows: int, hidden: int) -> Prepared:
         ],
         {
             "vllm": [
-                functools.partial(stock.add_rms_norm_quant, x, r.clone(), weight, EPS)
+                functools.partial(vllm_kernels.add_rms_norm_quant, x, r.clone(), weight, EPS)
                 for x, r in sets
             ]
         },
@@ -99,7 +99,7 @@ def _rmsnorm_rope(rows: int, hidden: int, head_dim: int) -> Prepared:
     positions = torch.arange(rows, device="cuda")
 
     def vllm(x: torch.Tensor) -> torch.Tensor:
-        y = stock.rms_norm(x[0], weight, EPS)
+        y = vllm_kernels.rms_norm(x[0], weight, EPS)
         torch.ops._C.rotary_embedding(positions, y, None, head_dim, half_table, True)
         return y
 
@@ -164,7 +164,9 @@ def _rope_kv(rows: int, heads: Heads) -> Prepared:
         [functools.partial(ours, x, c) for x, c in zip(sets, caches)],
         {
             "vllm": [
-                functools.partial(stock.rope_kv, x.clone(), positions, table, heads.q, *c, slots)
+                functools.partial(
+                    vllm_kernels.rope_kv, x.clone(), positions, table, heads.q, *c, slots
+                )
                 for x, c in zip(sets, caches)
             ]
         },
@@ -177,7 +179,7 @@ def _act_mul_quant(rows: int, intermediate: int) -> Prepared:
     sets = [bf16(rows, 2 * intermediate) for _ in range(copies_for(rows * intermediate * 5))]
 
     def vllm(x: torch.Tensor) -> None:
-        stock.quantize_token(stock.silu_and_mul(x))
+        vllm_kernels.quantize_token(vllm_kernels.silu_and_mul(x))
 
     def error() -> float:
         q, scale = ops.act_mul_quant(sets[0], "silu", None)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from harness import kernel_stock as stock
+from harness import vllm_kernels
 from harness.kernel_cases import Case, Prepared, bf16, ops, relative_error
-from oss_fused.bench.kernel_timing import copies_for
+from oss_fused.bench.timing import copies_for
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -58,7 +58,7 @@ def _gemm(m: int, n: int, k: int, small: bool) -> Prepared:
         return relative_error(got, want)
 
     baselines: dict[str, list[Callable[[], Any]]] = {
-        "cutlass": [functools.partial(stock.scaled_mm, a, b, a_scale, s) for b, s in weights]
+        "cutlass": [functools.partial(vllm_kernels.scaled_mm, a, b, a_scale, s) for b, s in weights]
     }
     if not small:
         baselines["cublaslt"] = [functools.partial(lt, b, s) for b, s in weights]
@@ -79,8 +79,8 @@ def _linear(m: int, n: int, k: int) -> Prepared:
     _, _, weights = _operands(m, n, k, copies_for(n * k))
 
     def vllm(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-        q, scale = stock.quantize_token(x)
-        return stock.scaled_mm(q, b, scale, b_scale)
+        q, scale = vllm_kernels.quantize_token(x)
+        return vllm_kernels.scaled_mm(q, b, scale, b_scale)
 
     def error() -> float:
         b, b_scale = weights[0]
@@ -118,8 +118,8 @@ def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> P
         return ops.gated_mlp(x, *gate_up.chunk(2), *scales, "silu", "gate")
 
     def vllm(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        q, token = stock.quantize_token(x)
-        return stock.silu_and_mul(stock.scaled_mm(q, gate_up, token, scale))
+        q, token = vllm_kernels.quantize_token(x)
+        return vllm_kernels.silu_and_mul(vllm_kernels.scaled_mm(q, gate_up, token, scale))
 
     def error() -> float:
         gate_up, scale = codes[0]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from harness import kernel_stock as stock
+from harness import vllm_kernels
 from harness.kernel_cases import EPS, MODELS, Case, Prepared, bf16, ops, relative_error
-from oss_fused.bench.kernel_timing import copies_for
+from oss_fused.bench.timing import copies_for
 from oss_fused.kernels.op import get_kernel
 
 HIDDEN = {"gpt-oss-20b": 2880, "llama-3-8b": 4096}
@@ -60,7 +60,7 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         # in place, as vLLM runs it
         torch.ops._C.fused_add_rms_norm(hidden_states, rest, gain, EPS)
         qkv = torch.nn.functional.linear(hidden_states, weight, bias)
-        stock.rope_kv(qkv, positions, table, heads.q, *cache, slots)
+        vllm_kernels.rope_kv(qkv, positions, table, heads.q, *cache, slots)
 
     def error() -> float:
         norm, project = (get_kernel("torch", n) for n in ("add_rms_norm_quant", "qkv_rope_kv"))

@@ -14,7 +14,7 @@ import torch
 from harness.kernel_cases import Case, memory_cases
 from harness.kernel_gemm_cases import gemm_cases
 from harness.kernel_projection_cases import projection_cases
-from oss_fused.bench.kernel_timing import copy_bandwidth, time_graphs
+from oss_fused.bench.timing import copy_bandwidth, time_graphs
 from oss_fused.environment import fingerprint
 
 # dense FP8 peak of the H100/H200 SXM datasheet

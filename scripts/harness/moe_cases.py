@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from oss_fused.bench.kernel_timing import copy_bandwidth, time_graph
+from oss_fused.bench.timing import copy_bandwidth, time_graph
 from oss_fused.environment import fingerprint
 from oss_fused.kernels.op import get_kernel
 

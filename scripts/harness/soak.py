@@ -34,7 +34,7 @@ _NO_BLANKS = '--structured-outputs-config={"backend": "xgrammar", "disable_any_w
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakTest:
     """One soak test.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Tally:
 
 
 def run(
-    plan: Plan,
+    plan: SoakTest,
     scratch: Path,
     say: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], None] = lambda report: None,
@@ -138,7 +138,7 @@ def growth(samples: Sequence[float]) -> float:
 
 
 def _load(
-    plan: Plan,
+    plan: SoakTest,
     server: Server,
     target: Target,
     tally: _Tally,
@@ -185,7 +185,7 @@ def _sample(server: Server, seconds: float, gpu: bool) -> dict[str, float]:
 
 
 def _client(
-    plan: Plan,
+    plan: SoakTest,
     target: Target,
     tally: _Tally,
     deadline: float,
@@ -232,7 +232,7 @@ def _leftovers(client: httpx.Client) -> list[dict[str, Any]]:
     return [{"kind": "leftover", "error": line} for line in held]
 
 
-def check(plan: Plan) -> None:
+def check(plan: SoakTest) -> None:
     """Refuse a plan that is unbounded or empty.
 
     Raises:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from harness.summary import merge_summary
 from oss_fused.bench.accuracy import check_accuracy
-from oss_fused.bench.measure import host_overhead_us, time_calls, warm_up
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
+from oss_fused.bench.timing import host_overhead_us, time_calls, warm_up
 from oss_fused.environment import fingerprint
 from oss_fused.functional import fused_rmsnorm_rope
 from oss_fused.kernels.op import default_backend, get_kernel

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.compare import Arm, Plan, make_grid
+from harness.compare import Arm, Comparison, make_grid
 
 HERE = Path(__file__).parent
 FAKE_SERVE = (sys.executable, str(HERE / "fake_server.py"), "serve")
@@ -16,8 +16,8 @@ FAKE_CLIENT = (sys.executable, str(HERE / "fake_client.py"))
 
 
 @pytest.fixture
-def fake_plan() -> Callable[..., Plan]:
-    def make(**changes: object) -> Plan:
+def fake_plan() -> Callable[..., Comparison]:
+    def make(**changes: object) -> Comparison:
         options = {
             "arms": [Arm("slow", "/models/m"), Arm("fast", "/models/m", ("--quantization", "q"))],
             "grid": make_grid([(8, 4)], [1, 2], [2]),
@@ -27,6 +27,6 @@ def fake_plan() -> Callable[..., Plan]:
             "startup_timeout": 20.0,
             "say": lambda text: None,
         }
-        return Plan(**{**options, **changes})
+        return Comparison(**{**options, **changes})
 
     return make

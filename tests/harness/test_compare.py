@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from harness import summary
-from harness.compare import Arm, Plan, make_grid, parse_arm, parse_lengths, run
+from harness.compare import Arm, Comparison, make_grid, parse_arm, parse_lengths, run
 
 from oss_fused.errors import ServerError
 
-MakePlan = Callable[..., Plan]
+MakePlan = Callable[..., Comparison]
 
 
 def test_parse_arm() -> None:

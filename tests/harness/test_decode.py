@@ -31,7 +31,7 @@ GPT_OSS = {
 }
 
 
-def plan(folder: Path, **changes: object) -> decode.Plan:
+def plan(folder: Path, **changes: object) -> decode.DecodeBenchmark:
     model = folder / "m"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(GPT_OSS))
@@ -42,7 +42,7 @@ def plan(folder: Path, **changes: object) -> decode.Plan:
         "worker": WORKER,
         "say": lambda text: None,
     }
-    return decode.Plan(**{**options, **changes})
+    return decode.DecodeBenchmark(**{**options, **changes})
 
 
 def test_measures_every_cell_on_every_arm_and_compares(tmp_path):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import kernel_report, kernel_stock, kernels
+from harness import kernel_report, kernels, vllm_kernels
 
 from oss_fused.errors import BackendUnavailableError
 
@@ -102,7 +102,7 @@ def test_cases_are_named_apart():
 
 def test_missing_library_is_named(tmp_path):
     with pytest.raises(BackendUnavailableError, match="nothing.so"):
-        kernel_stock.load(tmp_path / "nothing.so")
+        vllm_kernels.load(tmp_path / "nothing.so")
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,12 @@ def test_growth() -> None:
 
 def test_unbounded_plan_is_refused() -> None:
     with pytest.raises(ServerError, match="minutes"):
-        soak.check(soak.Plan("m", minutes=1e9))
+        soak.check(soak.SoakTest("m", minutes=1e9))
 
 
 def test_signal_ends_the_load_and_keeps_what_was_measured(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(soak, "_SAMPLE_SECONDS", 0.2)
-    plan = soak.Plan("m", minutes=5, concurrency=3, max_model_len=64, serve_command=SERVER)
+    plan = soak.SoakTest("m", minutes=5, concurrency=3, max_model_len=64, serve_command=SERVER)
     saved: list[dict] = []
 
     def save(report: dict) -> None:

@@ -21,7 +21,9 @@ def script(monkeypatch):
     spec = importlib.util.spec_from_file_location("bench_decode", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(decode, "Plan", functools.partial(decode.Plan, worker=WORKER))
+    monkeypatch.setattr(
+        decode, "DecodeBenchmark", functools.partial(decode.DecodeBenchmark, worker=WORKER)
+    )
     return module
 
 

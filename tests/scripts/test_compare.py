@@ -27,14 +27,14 @@ Run = Callable[..., int]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs the script with doubles of server and client; returns its exit code."""
-    original = compare.Plan.__init__
+    original = compare.Comparison.__init__
 
-    def with_doubles(self: compare.Plan, **options: object) -> None:
+    def with_doubles(self: compare.Comparison, **options: object) -> None:
         original(self, **options)
         self.serve_command = (sys.executable, str(DOUBLES / "fake_server.py"), "serve")
         self.client_command = (sys.executable, str(DOUBLES / "fake_client.py"))
 
-    monkeypatch.setattr(compare.Plan, "__init__", with_doubles)
+    monkeypatch.setattr(compare.Comparison, "__init__", with_doubles)
     (tmp_path / "m").mkdir(exist_ok=True)
 
     def main(*arguments: str) -> int:
