@@ -19,7 +19,7 @@ from harness.model_factory import get_shape, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "compare.py"
-DOUBLES = ROOT / "tests" / "bench"
+DOUBLES = ROOT / "tests" / "harness"
 
 Run = Callable[..., int]
 

@@ -20,7 +20,7 @@ TEXT = ROOT / "tests" / "data" / "prose.txt"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    worker = (sys.executable, str(ROOT / "tests" / "bench" / "fake_worker.py"))
+    worker = (sys.executable, str(ROOT / "tests" / "harness" / "fake_worker.py"))
     original = evaluate.Scorer.__init__
 
     def with_double(self: evaluate.Scorer, *values: object) -> None:
