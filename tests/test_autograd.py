@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oss_fused.kernels.backward import reference as backward
 
 from oss_fused import autograd
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
+from oss_fused.kernels.mlp.reference import gated_mlp_backward
+from oss_fused.kernels.rope.reference import rmsnorm_rope_backward
 from oss_fused.specs import GatedMLPInput, RMSNormRoPEInput
 
 EPS = 1e-6
@@ -44,7 +45,7 @@ class Rope64(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (*backward.rmsnorm_rope_backward(grad, *ctx.saved_tensors, EPS), None, None)
+        return (*rmsnorm_rope_backward(grad, *ctx.saved_tensors, EPS), None, None)
 
 
 class Mlp64(torch.autograd.Function):
@@ -58,7 +59,7 @@ class Mlp64(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        projections = backward.gated_mlp_backward(grad, *ctx.saved_tensors, *ctx.options)
+        projections = gated_mlp_backward(grad, *ctx.saved_tensors, *ctx.options)
         return (*autograd.gated_mlp_gradients(*projections, *ctx.saved_tensors), None, None)
 
 

@@ -110,7 +110,7 @@ class Operand:
         """Normal values; codes of FP8 and small whole numbers for those dtypes."""
         shape: list[int] = []
         for dim in self.dims:
-            size = dim if isinstance(dim, int) else dims[dim]
+            size: Any = dim if isinstance(dim, int) else dims[dim]
             shape.extend(size if dim == "..." else [size])
         dtype = self.dtypes[0] if self.like is None else dims["dtype"](self.like)
         if dtype.is_floating_point:
@@ -243,5 +243,5 @@ class Contract:
     def _example_dtype(self, name: str) -> torch.dtype:
         if isinstance(self.sizes.get(name), torch.Tensor):
             return self.sizes[name].dtype
-        rule = next(rule for _, n, rule in self.rules if n == name)
+        rule: Any = next(rule for _, n, rule in self.rules if n == name)
         return rule.dtypes[0] if rule.like is None else self._example_dtype(rule.like)

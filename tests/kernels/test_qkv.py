@@ -64,9 +64,10 @@ def codes_of(x):
 
 def assert_close(got, want):
     for mine, theirs in zip(got, want, strict=True):
-        mine, theirs = mine.double(), theirs.double()
         # a code or a bfloat16 may fall on the other side of a rounding
-        assert (mine - theirs).norm() / theirs.norm().clamp_min(1e-9) < 1e-2
+        tolerance = 2e-2 if mine.dtype == FP8 else 1e-2
+        mine, theirs = mine.double(), theirs.double()
+        assert (mine - theirs).norm() / theirs.norm().clamp_min(1e-9) < tolerance
         assert ((mine == 0) == (theirs == 0)).double().mean() > 0.99
 
 

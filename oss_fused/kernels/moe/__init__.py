@@ -65,7 +65,7 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_shape
-from oss_fused.kernels.contract import Between, OneOf, Operand
+from oss_fused.kernels.contract import Between, OneOf, Operand, Rule
 from oss_fused.kernels.moe import mxfp4, reference
 from oss_fused.kernels.moe.mxfp4 import BLOCK, CHUNK, ROW_GROUP
 from oss_fused.kernels.op import declare
@@ -149,7 +149,7 @@ def _empty_like_x(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-_LAYER = {
+_LAYER: dict[str, Rule] = {
     "x": Operand("T H", *FLOAT_DTYPES),
     "router_logits": Operand("T G", *FLOAT_DTYPES),
     "w13_bias": Operand("E rows", *FLOAT_DTYPES),

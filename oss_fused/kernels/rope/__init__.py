@@ -94,6 +94,11 @@ def _rope_kv_fake(
     return q if q_scale is None else q.to(FP8)
 
 
+def _halves(generator: torch.Generator) -> torch.Tensor:
+    # vLLM's kernels read one half of a table, whose halves are alike
+    return torch.randn(5, 16, generator=generator).repeat(1, 2).to(torch.bfloat16)
+
+
 def _cache(generator: torch.Generator) -> torch.Tensor:
     return torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)
 
@@ -122,7 +127,7 @@ declare(
     },
     {"triton": "rmsnorm_rope", "cuda": "cuda", "tilelang": "tilelang"},
     check=_check_head_dim,
-    example={"B": 2, "S": 5, "H": 256, "D": 32, "eps": 1e-6},
+    example={"B": 2, "S": 5, "H": 256, "D": 32, "eps": 1e-6, "cos": _halves, "sin": _halves},
 )
 declare(
     reference.rmsnorm_rope_backward,
