@@ -211,6 +211,19 @@ class Contract:
         if self._extra is not None:
             self._extra(*args)
 
+    def bind(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """``args`` followed by the arguments ``named``, defaults between them filled in.
+
+        Raises:
+            TypeError: as Python does for such a call.
+        """
+        if not named:
+            return args
+        signature = inspect.Signature(list(self._parameters.values()))
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        return bound.args
+
     def select(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` of some of the arguments, by name, as a function of all of them."""
         wanted = [

@@ -179,7 +179,8 @@ def get_kernel(backend: str, operation: str) -> Callable[..., Any]:
     contract = OPERATIONS[operation].contract
 
     @functools.wraps(kernel)
-    def checked(*args: Any) -> Any:
+    def checked(*args: Any, **named: Any) -> Any:
+        args = contract.bind(args, named)
         contract.check(args)
         return kernel(*args)
 
