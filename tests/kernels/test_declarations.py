@@ -49,7 +49,7 @@ graphs = {}
 for name, operation in OPERATIONS.items():
     op = getattr(torch.ops.oss_fused, name)
     sizes = operation.contract.sizes
-    rows = {n: 9 for n in ("T", "M", "S") if n in sizes}
+    rows = {n: 9 for n in ("T", "M", "B") if n in sizes}
     if "..." in sizes:
         rows["..."] = (*sizes["..."][:-1], 9)
     if operation.mutates or not rows:
