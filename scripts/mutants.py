@@ -5,7 +5,8 @@
 tests/mutants/*.toml lists the changes. Each is applied to a copy of the checkout; the working tree
 is never touched. The tests of a mutant run first on the unchanged copy, so that a test that is red
 anyway counts as broken, not as a catch. Mutants with `gpu = true` run only where there is a GPU.
-An interrupted run goes on where it stopped: results of unchanged sources are kept in --output.
+An interrupted run goes on where it stopped. --output keeps the result of a mutant until its entry,
+the file that it changes or its tests change.
 Exit codes: 0 every mutant was caught, 1 one survived or is broken, 2 bad input.
 
     python scripts/mutants.py                         # all that this machine can run
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu = has_gpu()
     runnable = [m for m in chosen if (gpu if m.gpu else not args.gpu_only)]
     before = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    results = Results(args.output, before.get("mutants", {}), source_digest())
+    results = Results(args.output, before.get("mutants", {}), mutants)
     run_all(runnable, results, args.jobs, args.timeout)
     return report(chosen, results, args)
 
@@ -153,10 +154,11 @@ def _read(area: str, entry: dict[str, Any]) -> Mutant:
     return mutant
 
 
-def source_digest() -> str:
-    """Digest of the files that decide an outcome."""
-    digest = hashlib.sha256()
-    for name in sources(SOURCES):
+def source_digest(mutant: Mutant) -> str:
+    """Digest of what decides a mutant's outcome: its entry, the file that it changes, its tests."""
+    digest = hashlib.sha256(repr(mutant).encode())
+    tests = (test.split("::")[0] for test in mutant.tests if test.startswith("tests/"))
+    for name in sources((mutant.file, *tests)):
         digest.update(name.encode())
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()[:16]
@@ -174,11 +176,11 @@ def sources(tops: Iterable[str]) -> list[str]:
 class Results:
     """What is known of each mutant, kept in a JSON file."""
 
-    def __init__(self, path: Path, known: dict[str, Any], sources: str) -> None:
-        """Keep those of ``known`` that were measured on the same ``sources``."""
+    def __init__(self, path: Path, known: dict[str, Any], mutants: Sequence[Mutant]) -> None:
+        """Keep those of ``known`` that were measured on the sources of today."""
         self.path = path
-        self.sources = sources
-        self.mutants = {k: v for k, v in known.items() if v.get("sources") == sources}
+        self.sources = {mutant.name: source_digest(mutant) for mutant in mutants}
+        self.mutants = {k: v for k, v in known.items() if v["sources"] == self.sources.get(k)}
 
     def add(self, mutant: Mutant, outcome: str, seconds: float, tail: str) -> None:
         """Record an outcome and write the file."""
@@ -188,7 +190,7 @@ class Results:
             "gpu": mutant.gpu,
             "outcome": outcome,
             "seconds": round(seconds, 1),
-            "sources": self.sources,
+            "sources": self.sources[mutant.name],
         }
         if outcome != "caught":
             entry["output"] = tail
@@ -206,13 +208,14 @@ def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int
         return
     with tempfile.TemporaryDirectory(prefix="oss-fused-mutants-") as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
+        green: set[tuple[str, ...]] = set()
         for i in range(jobs):
             copies.put(_copy(Path(folder) / str(i)))
 
         def in_copy(mutant: Mutant) -> tuple[Mutant, str, float, str]:
             copy = copies.get()
             try:
-                return mutant, *run_one(mutant, copy, timeout)
+                return mutant, *run_one(mutant, copy, timeout, green)
             finally:
                 copies.put(copy)
 
@@ -230,12 +233,19 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def run_one(mutant: Mutant, copy: Path, timeout: int) -> tuple[str, float, str]:
-    """Outcome (caught, survived, broken), seconds and the end of the output of one mutant."""
+def run_one(
+    mutant: Mutant, copy: Path, timeout: int, green: set[tuple[str, ...]]
+) -> tuple[str, float, str]:
+    """Outcome (caught, survived, broken), seconds and the end of the output of one mutant.
+
+    ``green``: tests that passed without a change; the mutant's tests join it.
+    """
     began = time.monotonic()
-    code, tail = pytest(mutant.tests, copy, timeout)
-    if code != 0:
-        return "broken", time.monotonic() - began, f"red without the change:\n{tail}"
+    if mutant.tests not in green:
+        code, tail = pytest(mutant.tests, copy, timeout)
+        if code != 0:
+            return "broken", time.monotonic() - began, f"red without the change:\n{tail}"
+        green.add(mutant.tests)
     file = copy / mutant.file
     right = file.read_text()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,22 @@ def copy(tmp_path: Path) -> Path:
 )
 def test_outcomes(copy: Path, test: str, new: str, outcome: str) -> None:
     mutant = mutants.Mutant("a", "m", "module.py", "2 * x", new, ("tests/test_it.py", "-k", test))
-    assert mutants.run_one(mutant, copy, timeout=60)[0] == outcome
+    assert mutants.run_one(mutant, copy, 60, set())[0] == outcome
     assert "2 * x" in (copy / "module.py").read_text()
 
 
-def test_results_of_other_sources_are_run_again(tmp_path: Path) -> None:
+def test_results_of_other_sources_are_run_again(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "ROOT", copy)
     path = tmp_path / "r.json"
-    mutant = mutants.Mutant("a", "m", "f", "o", "n", ("tests/x",))
-    mutants.Results(path, {}, "old").add(mutant, "caught", 1.0, "")
+    mutant = mutants.Mutant("a", "m", "module.py", "2 * x", "x", ("tests/test_it.py",))
+    mutants.Results(path, {}, [mutant]).add(mutant, "caught", 1.0, "")
     known = mutants.json.loads(path.read_text())["mutants"]
-    assert mutants.Results(path, known, "old").mutants
-    assert not mutants.Results(path, known, "new").mutants
+    assert mutants.Results(path, known, [mutant]).mutants
+    assert not mutants.Results(path, known, [replace(mutant, new="3 * x")]).mutants
+    for name in ("module.py", "tests/test_it.py"):
+        before = (copy / name).read_text()
+        (copy / name).write_text(before + "\n")
+        assert not mutants.Results(path, known, [mutant]).mutants, name
+        (copy / name).write_text(before)
