@@ -75,14 +75,14 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
         "context": case.context,
         "ideal_us": case.ideal_bytes / bandwidth * 1e6,
         "launch": case.launch()._asdict(),
-        "ours_us": time_case(case.ours()),
+        "native_us": time_case(case.native()),
     }
-    case.ours()[0]()
-    ours = case.out.clone()
+    case.native()[0]()
+    native = case.out.clone()
     try:
         flash = case.flash()
         flash[0]()
-        row["relative_l2"] = measure_error(ours, case.out).relative_l2
+        row["relative_l2"] = measure_error(native, case.out).relative_l2
         row["flash_us"] = time_case(flash)
     except Exception as failure:
         row["flash_error"] = f"{type(failure).__name__}: {failure}"[:300]
@@ -93,7 +93,7 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
                 attention_decode, "launch_for", lambda *_, launch=launch: launch
             )
             with chosen:
-                tried["/".join(map(str, launch))] = round(time_case(case.ours()), 2)
+                tried["/".join(map(str, launch))] = round(time_case(case.native()), 2)
         row["sweep"] = dict(sorted(tried.items(), key=lambda item: item[1]))
     return row
 
@@ -102,9 +102,9 @@ def line(row: dict[str, Any]) -> str:
     """One row for people."""
     flash = row.get("flash_us")
     text = f"{row['shape']:<18} b{row['batch']:<4} ctx {row['context']:<6}"
-    text += f" ideal {row['ideal_us']:7.1f}  ours {row['ours_us']:7.1f}"
+    text += f" ideal {row['ideal_us']:7.1f}  native {row['native_us']:7.1f}"
     if flash:
-        text += f"  FA3 {flash:7.1f}  ratio {flash / row['ours_us']:5.2f}"
+        text += f"  FA3 {flash:7.1f}  ratio {flash / row['native_us']:5.2f}"
         text += f"  differs {row['relative_l2']:.1e}"
     else:
         text += f"  {row.get('flash_error', '')[:90]}"

@@ -4,7 +4,7 @@
 
 RMSNorm+RoPE against copy bandwidth, eager PyTorch and torch.compile; the steps of
 docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the overhead of the Python door; part
-"rivals" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
+"backends" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
 Writes FOLDER/library.json, the suite's reports FOLDER/library-suite.{json,md,html}, and merges the
 figures into FOLDER/summary.json.
 
@@ -45,7 +45,7 @@ TUNED: dict[str, tuple[str, tuple[int, ...]]] = {
     "rmsnorm_rope": ("rmsnorm_rope_gain", (1, 8192, 4096, 64)),
 }
 # in the order in which they run: the matmul's v3 takes what tuning found
-PARTS = ("door", "norm", "tuning", "matmul", "rivals")
+PARTS = ("door", "norm", "tuning", "matmul", "backends")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -108,13 +108,13 @@ class Run:
             table = chapter_table(times, self.size, self.suite.ceilings.device)
             write_chapter(self.args.chapter, table)
 
-    def rivals(self) -> None:
+    def backends(self) -> None:
         """The gated MLP and the FP8 GEMM on every backend."""
         if self.args.rehearse:
             self.suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
             self.suite.benchmark_fp8_gemm([(8, 64, 64)])
             return
-        # cuBLAS is the rival here, and compiling around it takes longer than all measurements
+        # cuBLAS is the baseline here, and compiling around it takes longer than all measurements
         self.suite.compile_baseline = False
         self.suite.energy = self.device.type == "cuda"
         self.suite.benchmark_gated_mlp((64,), (1,), (4096,), (11264,))

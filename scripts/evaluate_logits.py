@@ -7,7 +7,7 @@ bfloat16 and in float32, one layer in memory at a time. Every arm is a vLLM engi
 same random prompts, once as prefill and once a token a step as in decoding. Engines and reference
 run side by side on one device.
 
-  evaluate_logits.py --model /tmp/gpt-oss-20b --arm "stock=VLLM_PLUGINS=" \
+  evaluate_logits.py --model /tmp/gpt-oss-20b --arm "baseline=VLLM_PLUGINS=" \
       --arm "oss_fp8=OSS_FUSED_EXPERT_ACTIVATIONS=exact --quantization oss_fp8" \
       --output docs/results/h200/decode_gpt_oss_20b/logits.json
 

@@ -23,8 +23,8 @@ def implementations(operation: str, backends: tuple[str, ...] = ()) -> dict[str,
     Raises:
         BackendUnavailableError: an unknown backend.
     """
-    eager, ours = _OURS[operation]
-    found: dict[str, Implementation] = {"pytorch": eager, "oss_fused": ours}
+    eager, native = _COMPARED[operation]
+    found: dict[str, Implementation] = {"pytorch": eager, "oss_fused": native}
     for backend in backends:
         if operation not in operations(backend):
             continue
@@ -87,7 +87,7 @@ def _eager_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-_OURS: dict[str, tuple[Implementation, Implementation]] = {
+_COMPARED: dict[str, tuple[Implementation, Implementation]] = {
     "rmsnorm_rope": (_eager_rmsnorm_rope, fused_rmsnorm_rope),
     "gated_mlp": (_eager_gated_mlp, fused_gated_mlp),
     "fp8_gemm": (_eager_product, fp8_gemm),

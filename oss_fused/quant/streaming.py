@@ -74,7 +74,8 @@ class LayerStream:
         self.next_layer = max(saved) if stored is not None else 0
         if stored is not None:
             self.hidden = [stored[str(i)] for i in range(len(samples))]
-            self.baseline = [stored[f"exact-{i}"] for i in range(min(len(samples), _ERROR_SAMPLES))]
+            counted = range(min(len(samples), _ERROR_SAMPLES))
+            self.baseline = [stored[f"unquantised-{i}"] for i in counted]
         else:
             self.hidden = self.runner.embed(samples)
             self.baseline = self.hidden[:_ERROR_SAMPLES]
@@ -146,7 +147,7 @@ class LayerStream:
         part = path.with_suffix(".part")
         states = {str(i): hidden for i, hidden in enumerate(self.hidden)}
         # safetensors refuses tensors that share memory, as these do before the first layer
-        states |= {f"exact-{i}": hidden.clone() for i, hidden in enumerate(self.baseline)}
+        states |= {f"unquantised-{i}": hidden.clone() for i, hidden in enumerate(self.baseline)}
         save_file(states, part)
         sync(part)
         part.replace(path)

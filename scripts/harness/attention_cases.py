@@ -78,8 +78,8 @@ class Case:
         self.one = torch.ones(1, device=device)
         self.arrivals = torch.zeros(batch * shape.kv_heads, dtype=torch.int32, device=device)
 
-    def ours(self) -> list[Callable[[], Any]]:
-        """Our kernel, a call a layer."""
+    def native(self) -> list[Callable[[], Any]]:
+        """This package's kernel, one call per layer."""
         scales = [self.one if self.shape.fp8 else None] * 3
 
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:

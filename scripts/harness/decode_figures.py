@@ -55,8 +55,8 @@ def condense(
         }
         best = min(baselines, key=lambda name: figures[name]["ms"])
         ratios = [
-            statistics.median(arms[best][number]["ms"]) / statistics.median(ours["ms"])
-            for number, ours in arms[candidate].items()
+            statistics.median(arms[best][number]["ms"]) / statistics.median(row["ms"])
+            for number, row in arms[candidate].items()
             if number in arms[best]
         ] or [figures[best]["ms"] / figures[candidate]["ms"]]
         condensed.append(

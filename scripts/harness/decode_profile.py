@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Which part of a step each recorded kernel belongs to, and how long the parts take.
 
-A kernel's name mostly tells its part. Matrix products of stock vLLM have names that tell only a
+A kernel's name mostly tells its part. Matrix products of the baseline have names that tell only a
 tile size; theirs follows from their place between two attention kernels: first the output
 projection, last the next layer's q, k and v, between them the router or the MLP, and before the
 sampling the head.

@@ -56,7 +56,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     if unsteady:
         method += f" In no round free of that: {'; '.join(unsteady)}."
     parts = [
-        f"# A decode step of {settings['model']}: {candidate} against stock",
+        f"# A decode step of {settings['model']}: {candidate} against the baseline",
         f"{describe(results['environment'])}.",
         method,
         _times(results["cells"], arms, candidate),

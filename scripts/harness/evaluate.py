@@ -184,11 +184,11 @@ def kl_divergence(base: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
     """KL(base || other) in nats per position [T], see the module's text."""
     result = np.empty(len(base["top_ids"]))
     for row in range(len(result)):
-        _, ours, theirs = np.intersect1d(
+        _, at_base, at_other = np.intersect1d(
             base["top_ids"][row], other["top_ids"][row], assume_unique=True, return_indices=True
         )
-        log_p = base["top_logprobs"][row][ours].astype(np.float64)
-        log_q = other["top_logprobs"][row][theirs].astype(np.float64)
+        log_p = base["top_logprobs"][row][at_base].astype(np.float64)
+        log_q = other["top_logprobs"][row][at_other].astype(np.float64)
         p = np.exp(log_p)
         # the remainders are differences of nearly equal numbers: keep them positive
         rest_p, rest_q = max(1.0 - p.sum(), 1e-12), max(1.0 - np.exp(log_q).sum(), 1e-12)

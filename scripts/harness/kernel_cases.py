@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What bench_kernels measures: per operation and shape, our kernel, its baselines and its bytes."""
+"""What bench_kernels measures: native kernel, baselines and bytes per operation and shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECODE_HIDDEN = (2048, 2880, 4096, 8192)
 class Prepared:
     """Inputs on the device, bound to calls: one call per rotated set of inputs."""
 
-    ours: list[Callable[[], Any]]
+    native: list[Callable[[], Any]]
     baselines: dict[str, list[Callable[[], Any]]]
     error: Callable[[], float]
     tolerance: float
@@ -145,7 +145,7 @@ def _rope_kv(rows: int, heads: Heads) -> Prepared:
     slots = torch.randperm(rows, device="cuda")
     caches = [heads.cache(rows) for _ in sets]
 
-    def ours(qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def native(qkv: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return ops.rope_kv(
             qkv, positions, table, heads.q, True, *cache, slots, None, None, None, None, EPS
         )
@@ -161,7 +161,7 @@ def _rope_kv(rows: int, heads: Heads) -> Prepared:
         return max(relative_error(got, want) for got, want in zip(*pairs))
 
     return Prepared(
-        [functools.partial(ours, x, c) for x, c in zip(sets, caches)],
+        [functools.partial(native, x, c) for x, c in zip(sets, caches)],
         {
             "vllm": [
                 functools.partial(

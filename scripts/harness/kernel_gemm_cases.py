@@ -113,7 +113,7 @@ def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> P
     if rows > 64:
         dense, codes = dense * _REPEATS, codes * _REPEATS
 
-    def ours(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def native(gate_up: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scales = scale.chunk(2) if fp8 else (None, None)
         return ops.gated_mlp(x, *gate_up.chunk(2), *scales, "silu", "gate")
 
@@ -125,7 +125,7 @@ def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> P
         gate_up, scale = codes[0]
         scales = scale.chunk(2) if fp8 else (None, None)
         want = get_kernel("torch", "gated_mlp")(x[:256], *gate_up.chunk(2), *scales, "silu", "gate")
-        return relative_error(ours(gate_up, scale)[:256], want)
+        return relative_error(native(gate_up, scale)[:256], want)
 
     baselines: dict[str, list[Callable[[], Any]]] = {
         "compiled_bf16": [functools.partial(_compiled_mlp, x, w) for w in dense]
@@ -133,7 +133,7 @@ def _gated_mlp(rows: int, intermediate: int, hidden: int, fp8: bool = True) -> P
     if fp8:
         baselines["vllm_fp8"] = [functools.partial(vllm, b, s) for b, s in codes]
     return Prepared(
-        [functools.partial(ours, b, s) for b, s in codes], baselines, error, GEMM_TOLERANCE
+        [functools.partial(native, b, s) for b, s in codes], baselines, error, GEMM_TOLERANCE
     )
 
 

@@ -46,7 +46,7 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         none = (None, None, None, None, EPS)
         return (positions, table, heads.q, True, *caches, slots, *none)
 
-    def ours(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def native(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False, True)
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
         return ops.qkv_rope_kv(*args, prefetch_weights=True)
@@ -68,10 +68,10 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         weight, weight_scale = codes[0]
         options = rope(heads.cache(rows))
         want = project(q, weight, scale, weight_scale, bias, torch.bfloat16, *options)
-        return relative_error(ours(codes[0]), want)
+        return relative_error(native(codes[0]), want)
 
     return Prepared(
-        [functools.partial(ours, weight) for weight in codes],
+        [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in dense],
             "three_launches": [functools.partial(three, weight) for weight in codes],
@@ -88,7 +88,7 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
     dense, codes = _weights(hidden, k)
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
 
-    def ours(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def native(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         out = ops.fp8_linear(x, *weight, None, bias, True)
         return ops.add_rms_norm_quant(out, residual, gain, EPS, None, False, True)[2]
 
@@ -99,10 +99,10 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
     def error() -> float:
         linear = get_kernel("torch", "fp8_linear")
         want = linear(x, *codes[0], None, bias) + residual
-        return relative_error(ours(codes[0]), want)
+        return relative_error(native(codes[0]), want)
 
     return Prepared(
-        [functools.partial(ours, weight) for weight in codes],
+        [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, weight, residual.clone()) for weight in dense],
         },

@@ -19,7 +19,7 @@ from oss_fused.environment import fingerprint
 
 # dense FP8 peak of the H100/H200 SXM datasheet
 PEAK_FP8_TFLOPS = 1979.0
-_OURS = "oss_fused"
+_NATIVE = "oss_fused"
 SMALL_GROUPS = ("norm_quant", "rmsnorm_rope", "rope_kv", "act_mul_quant")
 
 
@@ -53,7 +53,7 @@ def compile_share(cases: Sequence[Case], share: str) -> None:
     index, total = (int(part) for part in share.split("/"))
     for case in cases[index::total]:
         prepared = case.prepare()
-        prepared.ours[0]()
+        prepared.native[0]()
         torch.cuda.synchronize()
         del prepared
 
@@ -128,9 +128,9 @@ def _measure(case: Case, bandwidth: float) -> dict[str, Any]:
         return row
     for calls in prepared.baselines.values():
         calls[0]()
-    times = time_graphs({_OURS: prepared.ours, **prepared.baselines})
-    ours = times.pop(_OURS)
-    row |= {"us": ours.median, "us_p95": ours.p95}
+    times = time_graphs({_NATIVE: prepared.native, **prepared.baselines})
+    native = times.pop(_NATIVE)
+    row |= {"us": native.median, "us_p95": native.p95}
     row["baselines_us"] = {name: timing.median for name, timing in times.items()}
     seconds = row["us"] * 1e-6
     row |= {

@@ -36,7 +36,7 @@ def norm_figures(
     """Smallest bandwidth share and speed-ups of ``fused_rmsnorm_rope``; the rows stay in ``suite``.
 
     Raises:
-        RuntimeError: our row or PyTorch's has no time. Another backend's row may fail.
+        RuntimeError: the native row or PyTorch's has no time. Another backend's row may fail.
     """
     rows: list[BenchmarkRow] = []
     for hidden in hidden_dims:
@@ -46,18 +46,18 @@ def norm_figures(
     by_problem: dict[str, dict[str, BenchmarkRow]] = {}
     for row in rows:
         by_problem.setdefault(row.problem, {})[row.implementation] = row
-    ours = [found["oss_fused"] for found in by_problem.values()]
-    rivals = {"speedup_eager_min": "pytorch", "speedup_compile_min": "pytorch compiled"}
+    native = [found["oss_fused"] for found in by_problem.values()]
+    compared = {"speedup_eager_min": "pytorch", "speedup_compile_min": "pytorch compiled"}
     figures = {}
-    for figure, rival in rivals.items():
-        theirs = [found[rival] for found in by_problem.values() if rival in found]
-        bad = [row for row in (*ours, *theirs) if row.latency_ms is None]
+    for figure, name in compared.items():
+        baseline = [found[name] for found in by_problem.values() if name in found]
+        bad = [row for row in (*native, *baseline) if row.latency_ms is None]
         if bad:
             raise RuntimeError(f"{bad[0].name}: {bad[0].status}: {bad[0].message}")
-        if theirs:
-            ratios = [(b.latency_ms or 0) / (a.latency_ms or 1) for a, b in zip(ours, theirs)]
+        if baseline:
+            ratios = [(b.latency_ms or 0) / (a.latency_ms or 1) for a, b in zip(native, baseline)]
             figures[f"library.rmsnorm_rope.{figure}"] = min(ratios)
-    shares = [row.bandwidth_utilization or 0.0 for row in ours]
+    shares = [row.bandwidth_utilization or 0.0 for row in native]
     return {"library.rmsnorm_rope.bandwidth_min": min(shares), **figures}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -50,6 +51,21 @@ def image(tmp_path_factory) -> Path:
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/doctor.py", folder / "scripts")
     return folder
+
+
+@pytest.fixture
+def entrypoint(image, monkeypatch, tmp_path):
+    """The module, in an environment of its own whose server is never started."""
+    environment = {"SECRETS_DIR": str(tmp_path / "secrets"), "DOCTOR": "off", "PATH": "/usr/bin"}
+    environment |= {"SERVER_FILE": str(tmp_path / "server.json")}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.syspath_prepend(str(image))
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append(command))
+    started: list[list[str]] = []
+    module = importlib.import_module("entrypoint")
+    module.started = started
+    (tmp_path / "secrets").mkdir()
+    return module
 
 
 def container(image: Path, folder: Path, flags: list[str], **variables: str) -> Server:

@@ -198,8 +198,8 @@ def judge(
     if isinstance(answer, str):
         if not plain or has_gpu():
             return {"error": answer}
-        stock = run(plain, {"quantization": None, **LAYOUTS[name]})
-        return {"error": answer, "vllm_alone": stock if isinstance(stock, str) else "runs"}
+        alone = run(plain, {"quantization": None, **LAYOUTS[name]})
+        return {"error": answer, "vllm_alone": alone if isinstance(alone, str) else "runs"}
     entry: dict[str, Any] = {"tokens": [tokens for tokens, _ in answer]}
     if plain:
         entry["reference"] = from_reference(answer, plain, not LAYOUTS[name])

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-# one step of a layer and what follows the last, as stock vLLM's kernels are called
+# one step of a layer and what follows the last, as vLLM's own kernels are called
 STEP = ("rms_norm", "nvjet_qkv", "flash_fwd", "nvjet_o", "rms_norm", "_matmul_ogs", "nvjet_head")
 
 

@@ -84,26 +84,27 @@ def row(arm, number, ms, context=128):
 
 def test_a_measurement_in_which_tokens_queued_up_is_left_out():
     queued = [60.0, 1.0, 1.0, 1.0]
-    rows = [row("a", 0, [6.0]), row("ours", 0, queued), row("a", 1, queued), row("ours", 1, [3.0])]
-    rows += [row("a", 2, [4.0, 4.0, 7.9]), row("ours", 2, [2.0])]
-    (cell,) = decode_figures.condense(rows, "ours", ["a"])
-    assert (cell["arms"]["a"]["ms"], cell["arms"]["ours"]["ms"]) == (5.0, 2.5)
+    rows = [row("a", 0, [6.0]), row("oss_fp8", 0, queued)]
+    rows += [row("a", 1, queued), row("oss_fp8", 1, [3.0])]
+    rows += [row("a", 2, [4.0, 4.0, 7.9]), row("oss_fp8", 2, [2.0])]
+    (cell,) = decode_figures.condense(rows, "oss_fp8", ["a"])
+    assert (cell["arms"]["a"]["ms"], cell["arms"]["oss_fp8"]["ms"]) == (5.0, 2.5)
     # the one round in which both were steady
     assert (cell["speedup_min"], cell["speedup_max"]) == (2.0, 2.0)
-    assert (cell["arms"]["a"]["left_out"], cell["arms"]["ours"]["left_out"]) == (1, 1)
-    assert cell["arms"]["ours"]["steady"]
+    assert (cell["arms"]["a"]["left_out"], cell["arms"]["oss_fp8"]["left_out"]) == (1, 1)
+    assert cell["arms"]["oss_fp8"]["steady"]
     # better than nothing, and said
-    (cell,) = decode_figures.condense(rows[:2], "ours", ["a"])
-    assert (cell["speedup"], cell["arms"]["ours"]["steady"]) == (6.0, False)
+    (cell,) = decode_figures.condense(rows[:2], "oss_fp8", ["a"])
+    assert (cell["speedup"], cell["arms"]["oss_fp8"]["steady"]) == (6.0, False)
 
 
 def test_the_faster_baseline_and_the_worst_context_count():
     rows = [
         row(arm, 0, [ms], context)
         for context, times in ((128, (4.0, 3.0, 2.0)), (1024, (5.0, 6.0, 2.0)))
-        for arm, ms in zip(("a", "b", "ours"), times)
+        for arm, ms in zip(("a", "b", "oss_fp8"), times)
     ]
-    cells = decode_figures.condense(rows, "ours", ["a", "b"])
+    cells = decode_figures.condense(rows, "oss_fp8", ["a", "b"])
     assert [cell["baseline"] for cell in cells] == ["b", "a"]
     assert decode_figures.named_speedups(cells, "x") == {"decode.x.speedup_b1": 1.5}
 
@@ -157,7 +158,7 @@ def test_flags_fit_the_cells(tmp_path):
     assert gpu[at + 1 : at + 4] == ["1", "4", "--gpu-memory-utilization"]
 
 
-# two layers of stock gpt-oss; a product with split K; the next step's first product
+# two layers of gpt-oss as vLLM runs it; a product with split K; the next step's first product
 LAYERS = [
     "triton_red_fused_rms_norm",
     "nvjet_a",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What kernels read before they wait for the kernels ahead (programmatic dependent launch).
 
-On any machine: the kernels' source, walked through their helpers, and the code that Triton makes.
-On a GPU: an operand is rewritten by a slow kernel that lets the next one start at once, in a graph
-that is replayed with other contents each time.
+The kernels' source is walked through their helpers, and the code that Triton makes is read. Neither
+needs a GPU; test_rewritten_operands.py looks for stale reads on one.
 """
 
 from __future__ import annotations
@@ -15,21 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-import triton
-import triton.language as tl
-from moe_layer import Layer
 
 import oss_fused
 import oss_fused.kernels
-from oss_fused.kernels.gemm.triton import PREFETCHING, kernels
-from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.op import operations
 
 PACKAGE = Path(oss_fused.__file__).parent
 SOURCES = PACKAGE / "kernels"
 ops = torch.ops.oss_fused
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 _WEIGHT = "a weight, where the caller vouches for it"
 _TABLE = "made before the step, where the caller vouches for it"
@@ -216,7 +209,7 @@ def test_what_comes_before_the_wait_is_listed_with_its_reason():
 def test_public_functions_and_modules_vouch_for_nothing():
     """An operator's default is to wait; only the layers that serve may say otherwise."""
     options = 0
-    for name in {operator for operator, _, _ in _OPERATIONS.values()}:
+    for name in operations("torch"):
         for argument in getattr(ops, name).default._schema.arguments:
             if argument.name.startswith("prefetch"):
                 options += 1
@@ -269,249 +262,3 @@ def test_the_wait_is_in_the_code_that_triton_makes(tmp_path):
     start = "griddepcontrol.launch_dependents"
     assert vouched == [load, start, wait, load, store]
     assert unvouched == [wait, load, start, wait, load, store]
-
-
-@triton.jit(do_not_specialize=["count", "delay"])
-def _rewrite_kernel(source, target, count, delay, BLOCK: tl.constexpr):
-    """Let the next kernel start at once; after ``delay`` ns copy ``count`` bytes."""
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-    begin = tl.extra.cuda.globaltimer()
-    now = begin
-    while now - begin < delay:
-        now = tl.extra.cuda.globaltimer()
-    for at in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        offset = at + tl.arange(0, BLOCK)
-        value = tl.load(source + offset, mask=offset < count)
-        tl.store(target + offset, value, mask=offset < count)
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def rewrite(source, target):
-    count = target.numel() * target.element_size()
-    _rewrite_kernel[(8,)](
-        as_bytes(source), as_bytes(target), count, 20_000, BLOCK=4096, launch_pdl=True
-    )
-
-
-class Data:
-    """Random operands on the GPU; another seed, other contents of the same shapes."""
-
-    def __init__(self, seed):
-        self.generator = torch.Generator("cuda").manual_seed(seed)
-
-    def randn(self, *shape, dtype=BF16):
-        return torch.randn(*shape, generator=self.generator, device="cuda").to(dtype)
-
-    def scale(self, *shape):
-        return torch.rand(*shape, generator=self.generator, device="cuda") + 0.5
-
-    def integers(self, low, high, *shape, dtype=torch.int64):
-        shape = {"generator": self.generator, "device": "cuda", "size": shape}
-        return torch.randint(low, high, **shape).to(dtype)
-
-
-def product(rows, n=2048, k=1024):
-    def build(d):
-        return (
-            *(d.randn(rows, k, dtype=FP8), d.randn(n, k, dtype=FP8), d.scale(rows, 1)),
-            *(d.scale(n, 1), d.randn(n), BF16),
-        )
-
-    return build
-
-
-def linear(rows, n=2048, k=1024):
-    def build(d):
-        return (d.randn(rows, k), d.randn(n, k, dtype=FP8), d.scale(n, 1), None, d.randn(n))
-
-    return build
-
-
-def rope(d, rows, dim=64):
-    # 4 heads of q, 2 of k and of v
-    caches = [torch.zeros(4, 16, 2, dim, dtype=BF16, device="cuda") for _ in range(2)]
-    slots = torch.arange(rows, device="cuda")
-    table = (d.integers(0, 64, rows), d.randn(64, dim), 4, True)
-    return (*table, *caches, slots, None, None, None, None, 1e-6)
-
-
-def qkv(rows):
-    def build(d):
-        return (*product(rows, n=512)(d), *rope(d, rows))
-
-    return build
-
-
-def gated(rows, fp8):
-    def build(d):
-        dtype = FP8 if fp8 else BF16
-        scales = [d.scale(512, 1) / 64 if fp8 else None for _ in range(2)]
-        weights = [d.randn(512, 1024, dtype=dtype) for _ in range(2)]
-        return (d.randn(rows, 1024), *weights, *scales, "silu", "gate")
-
-    return build
-
-
-def experts(tokens, fp8):
-    def build(d):
-        x, logits = d.randn(tokens, 256), d.randn(tokens, 8)
-        if fp8:
-            w13 = (d.randn(8, 256, 256, dtype=FP8), d.scale(8, 256, 1) / 16, d.randn(8, 256))
-            w2 = (d.randn(8, 256, 128, dtype=FP8), d.scale(8, 256, 1) / 16, d.randn(8, 256))
-            return (x, logits, *w13, *w2, 4, True)
-        layer = Layer(256, 128, 8, d.generator.initial_seed()).to(torch.device("cuda"))
-        return (x, logits, *layer.packed13, layer.b13, *layer.packed2, layer.b2, 4, True)
-
-    return build
-
-
-def attention(d):
-    caches = [d.randn(8, 16, 2, 64) for _ in range(2)]
-    table = torch.randperm(8, generator=d.generator, device="cuda").view(2, 4).int()
-    lens = d.integers(20, 64, 2, dtype=torch.int32)
-    out = torch.zeros(2, 8, 64, dtype=BF16, device="cuda")
-    arrivals = torch.zeros(4, dtype=torch.int32, device="cuda")
-    rest = (0.125, 0, d.randn(8), None, None, None)
-    return (d.randn(2, 8, 64), *caches, table, lens, out, arrivals, *rest)
-
-
-# name -> (operator, operands, those that a caller may vouch for)
-_OPERATIONS = {
-    **{f"fp8_gemm-{m}": ("fp8_gemm", product(m), (1, 3, 4)) for m in (1, 2, 8, 40, 300, 1100)},
-    **{f"fp8_linear-{m}": ("fp8_linear", linear(m), (1, 2, 4)) for m in (1, 8, 300)},
-    "quantize_fp8": ("quantize_fp8", lambda d: (d.randn(64, 1024), None, "channel"), ()),
-    "quantize_fp8-static": (
-        "quantize_fp8",
-        lambda d: (d.randn(64, 1024), d.scale(1), "tensor"),
-        (),
-    ),
-    "dequantize_fp8": (
-        "dequantize_fp8",
-        lambda d: (d.randn(64, 1024, dtype=FP8), d.scale(64, 1), BF16),
-        (),
-    ),
-    "add_rms_norm_quant": (
-        "add_rms_norm_quant",
-        lambda d: (d.randn(4, 2880), d.randn(4, 2880), d.randn(2880), 1e-5, None, True),
-        (2,),
-    ),
-    "act_mul_quant": ("act_mul_quant", lambda d: (d.randn(4, 8192), "silu", None), ()),
-    **{
-        f"gated_mlp-{m}-{fp8}": ("gated_mlp", gated(m, fp8), ())
-        for m in (8, 300)
-        for fp8 in (True, False)
-    },
-    "rmsnorm_rope": (
-        "rmsnorm_rope",
-        lambda d: (d.randn(1, 64, 1024), d.randn(1024), d.randn(64, 64), d.randn(64, 64), 1e-6),
-        (),
-    ),
-    "rope_kv": ("rope_kv", lambda d: (d.randn(4, 512), *rope(d, 4)), ()),
-    **{f"qkv_rope_kv-{m}": ("qkv_rope_kv", qkv(m), (1, 3, 4)) for m in (4, 40)},
-    "add_rms_norm_router": (
-        "add_rms_norm_router",
-        lambda d: (
-            *(d.randn(2, 2880), d.randn(2, 2880), d.randn(2880), 1e-5),
-            *(d.randn(32, 2880), d.randn(32)),
-        ),
-        (2, 4, 5),
-    ),
-    "moe_route": ("moe_route", lambda d: (d.randn(4, 32), 4, True), ()),
-    **{
-        f"moe_mxfp4-{m}": ("moe_mxfp4", experts(m, False), (2, 3, 4, 5, 6, 7))
-        for m in (1, 40, 1000)
-    },
-    **{f"moe_fp8-{m}": ("moe_fp8", experts(m, True), ()) for m in (1, 40)},
-    "decode_attention": ("decode_attention", attention, (3, 4)),
-}
-
-
-def prefetch_option(operator):
-    arguments = getattr(ops, operator).default._schema.arguments
-    return next((a.name for a in arguments if a.name.startswith("prefetch")), None)
-
-
-def compare_replays(run, build, skip=()):
-    """Each operand in turn: rewritten just before ``run``, in a graph, with two contents."""
-    first, second = (build(Data(seed)) for seed in (0, 1))
-
-    def copies():
-        return [a.clone() if isinstance(a, torch.Tensor) else a for a in first]
-
-    checked = []
-    for index, operand in enumerate(first):
-        if index in skip or not isinstance(operand, torch.Tensor):
-            continue
-        contents, wanted = (operand, second[index]), []
-        for content in contents:
-            args = copies()
-            args[index] = content.clone()
-            torch.cuda.synchronize()
-            wanted.append([as_bytes(t).clone() for t in run(args)])
-            torch.cuda.synchronize()
-        if all(torch.equal(*pair) for pair in zip(*wanted, strict=True)):
-            # a cache or a result that is written and not read
-            continue
-        args, staged = copies(), operand.clone()
-        rewrite(staged, args[index])
-        run(args)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            rewrite(staged, args[index])
-            captured = run(args)
-        for turn in range(20):
-            staged.copy_(contents[turn % 2])
-            torch.cuda.synchronize()
-            graph.replay()
-            torch.cuda.synchronize()
-            same = [
-                torch.equal(as_bytes(got), want)
-                for got, want in zip(captured, wanted[turn % 2], strict=True)
-            ]
-            assert all(same), f"operand {index} of replay {turn}: stale contents were read"
-        checked.append(index)
-    assert checked
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("vouched", [False, True])
-@pytest.mark.parametrize("case", _OPERATIONS)
-def test_an_operand_rewritten_just_before(case, vouched):
-    """Every operand; where a caller vouches for weights or tables, every other one."""
-    operator, build, trusted = _OPERATIONS[case]
-    option = prefetch_option(operator)
-    if vouched and option is None:
-        pytest.skip("nothing to vouch for")
-
-    def run(args):
-        result = getattr(ops, operator)(*args, **({option: True} if vouched else {}))
-        if result is None:
-            result = args[5]
-        return result if isinstance(result, tuple) else (result,)
-
-    compare_replays(run, build, trusted if vouched else ())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemv", "large", "pingpong", "cooperative", "stream", "swap"])
-@pytest.mark.parametrize("vouched", [False, True])
-def test_every_product_kernel(name, vouched):
-    """By name: which of them an operator takes depends on the device's table."""
-    device = torch.device("cuda")
-    if name not in kernels(device) or (vouched and name not in PREFETCHING):
-        pytest.skip(f"no such kernel or no prefetch here; runs_gluon: {runs_gluon(device)}")
-    options = {"prefetch_weights": True} if vouched else {}
-    rows = {"gemv": 2, "stream": 16, "swap": 16}.get(name, 300)
-
-    def run(args):
-        *operands, dtype = args
-        out = torch.empty(rows, 2048, dtype=dtype, device=device)
-        kernels(device)[name](*operands, out, **options)
-        return (out,)
-
-    compare_replays(run, product(rows), (1, 3, 4) if vouched else ())

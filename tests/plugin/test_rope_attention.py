@@ -114,7 +114,7 @@ def test_projection_joins_for_few_tokens(few, context, monkeypatch):
     x, x_scale = torch.ops.oss_fused.quantize_fp8(torch.randn(TOKENS, 32), None, "token")
     positions = torch.randint(0, 40, (TOKENS,))
     args = (x, codes, x_scale, scale, None, torch.bfloat16)
-    qkv = torch.ops.oss_fused.project_many(*args)
+    qkv = torch.ops.oss_fused.project_unless_fused(*args)
     want = torch.ops.oss_fused.fp8_gemm(*args)
     assert qkv.shape == want.shape and (few or torch.equal(qkv, want))
     outputs = []

@@ -32,7 +32,7 @@ def arms(tmp_path):
     model = tmp_path / "m"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(GPT_OSS))
-    return ["--arm", f"stock={model}", "--arm", f"ours={model} q"]
+    return ["--arm", f"baseline={model}", "--arm", f"oss_fp8={model} q"]
 
 
 def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
@@ -63,7 +63,7 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
         (["--steps", "4"], "--steps 4"),
         (["--baseline", "nobody"], "--baseline"),
         (["--arm", "gone=/no/such/model"], "no such folder"),
-        (["--arm", "stock=."], "config.json"),
+        (["--arm", "baseline=."], "config.json"),
     ],
 )
 def test_bad_arguments_exit_with_two(script, arms, tmp_path, capsys, options, message):

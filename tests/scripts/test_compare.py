@@ -215,7 +215,7 @@ def test_a_signal_keeps_what_was_measured(
 @pytest.mark.serve
 def test_real_round_trip_on_a_tiny_gpt_oss(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("gpt-oss", "tiny"))
-    command = [sys.executable, str(SCRIPT), "--arm", f"stock={tmp_path / 'm'}"]
+    command = [sys.executable, str(SCRIPT), "--arm", f"baseline={tmp_path / 'm'}"]
     command += ["--arm", f"oss_fp8={tmp_path / 'm'} --quantization oss_fp8", "--together"]
     command += ["--concurrency", "2", "--lengths", "24:8", "--num-prompts", "4", "--rounds", "1"]
     command += ["--output", str(tmp_path / "out")]
@@ -226,5 +226,5 @@ def test_real_round_trip_on_a_tiny_gpt_oss(tmp_path: Path) -> None:
         assert run_["figures"]["completed"] == 4
         assert run_["figures"]["total_output_tokens"] == 4 * 8
         assert run_["figures"]["p99_ttft_ms"] > 0
-    assert set(results["arms"]) == {"stock", "oss_fp8"}
+    assert set(results["arms"]) == {"baseline", "oss_fp8"}
     assert all(arm["memory"]["kv_cache_tokens"] > 0 for arm in results["arms"].values())

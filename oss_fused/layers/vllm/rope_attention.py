@@ -9,7 +9,8 @@ embedding, cache or scaling keeps vLLM's operators.
 
 Up to FEW_TOKENS the kernel can include the projection too (``qkv_rope_kv``). A compiled graph
 cannot choose by batch size, so both operators look at the number of tokens: for few tokens,
-``project_many`` returns memory that is never read, and rope_attention takes the codes instead.
+``project_unless_fused`` returns memory that is never read, and rope_attention takes the codes
+instead.
 """
 # no postponed annotations: the operator's schema is read from them
 
@@ -47,7 +48,7 @@ _OP = "oss_fused::rope_attention"
 FEW_TOKENS = 16
 
 
-def project_many(
+def project_unless_fused(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scale: torch.Tensor,
@@ -61,7 +62,7 @@ def project_many(
     return torch.ops.oss_fused.fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype, True)
 
 
-def _project_many_fake(
+def _project_unless_fused_fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scale: torch.Tensor,
@@ -87,7 +88,7 @@ def rope_attention(
         positions: [T].
         output: [T, heads, head_dim].
         layer_name: of vLLM's attention layer.
-        codes: [T, K], input of the projection where ``qkv`` is project_many's.
+        codes: [T, K], input of the projection where ``qkv`` is project_unless_fused's.
         scale: [T, 1] of the codes.
     """
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
@@ -117,7 +118,10 @@ def _rope_attention_fake(
 
 
 direct_register_custom_op(
-    "project_many", project_many, fake_impl=_project_many_fake, target_lib=LIBRARY
+    "project_unless_fused",
+    project_unless_fused,
+    fake_impl=_project_unless_fused_fake,
+    target_lib=LIBRARY,
 )
 direct_register_custom_op(
     "rope_attention",
@@ -219,7 +223,7 @@ def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch
     codes, scale = None, None
     if layer.impl.rope.joins and _is_token_wise(hidden_states):
         codes, scale = hidden_states.data, hidden_states.scale
-        qkv = torch.ops.oss_fused.project_many(
+        qkv = torch.ops.oss_fused.project_unless_fused(
             codes,
             linear.weight,
             scale,

@@ -44,15 +44,15 @@ def score(folder: Path, plugins: str) -> torch.Tensor:
     return torch.tensor(json.loads(result.read_text()))
 
 
-def test_stock_vllm_reads_the_same_model(tmp_path: Path) -> None:
+def test_vllm_alone_reads_the_same_model(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("llama", "tiny"))
     scores = {"bf16": score(tmp_path / "m", "")}
     for form, plugins in (("compressed-tensors", ""), ("oss-fp8", "oss_fused")):
         Run(make_recipe({"format": form}), RunOptions(tmp_path / "m", tmp_path / form)).execute()
         scores[form] = score(tmp_path / form, plugins)
-    stock, ours = scores["compressed-tensors"], scores["oss-fp8"]
-    quantisation = (stock - scores["bf16"]).abs().mean()
+    alone, plugin = scores["compressed-tensors"], scores["oss-fp8"]
+    quantisation = (alone - scores["bf16"]).abs().mean()
     # how a processor's kernels round activations and order sums differs; what they compute is as
     # near to each other as either is to bf16, which a wrong scale or weight would not leave so
-    difference = (stock - ours).abs().mean()
+    difference = (alone - plugin).abs().mean()
     assert difference < quantisation, (difference, quantisation)
