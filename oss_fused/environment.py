@@ -86,7 +86,7 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parent.parent.parent
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if head is None:
-        return os.environ.get("OSS_FUSED_COMMIT")
+        return envs.get("OSS_FUSED_COMMIT") or None
     dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return head + ("-dirty" if dirty else "")
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Environment variables: name, type, default and meaning, in one table.
+"""Environment variables: name, default, values and meaning, in one table.
 
-Read a value with ``envs.get("OSS_FUSED_BACKEND")``. Variables that change numerics or
-code paths take part in vLLM's compile-cache key (see plugin/fingerprint.py).
+These are what a process needs before vLLM has a configuration, and what the library reads without
+vLLM. How a model is served is said in ``quant.settings.ServingOptions``. Read a value with
+``envs.get("OSS_FUSED_BACKEND")``.
 """
 
 from __future__ import annotations
@@ -28,51 +29,29 @@ VARIABLES: dict[str, Variable] = {
         ("auto", "torch", "triton"),
         "kernel backend: auto takes triton on a GPU and torch elsewhere",
     ),
-    "OSS_FUSED_EXPERTS": Variable(
-        "auto",
-        ("auto", "oss", "vllm"),
-        "MoE experts: native kernels where they measure faster, always native kernels, or vLLM's",
-    ),
-    "OSS_FUSED_EXPERT_ACTIVATIONS": Variable(
-        "auto",
-        ("auto", "exact", "fp8"),
-        "activations of native MXFP4 experts: exact keeps bf16; fp8 quantises them in steps of 256 "
-        "tokens and more, auto in steps of 512 and more",
-    ),
-    "OSS_FUSED_ATTENTION": Variable(
-        "auto",
-        ("auto", "vllm"),
-        "decode attention: the native kernel where it applies, or always vLLM's backend",
-    ),
-    "OSS_FUSED_MODELS": Variable(
-        "1",
-        ("0", "1"),
-        "1 lets oss_fp8 models use the fused decoder layers; 0 keeps vLLM's model classes",
-    ),
-    "OSS_FUSED_STEP": Variable(
-        "short",
-        ("short", "vllm"),
-        "short: fewer host operations per step (model_state.py, scheduler.py, larger graphs); "
-        "vllm: as vLLM",
-    ),
-    "OSS_FUSED_MONITOR": Variable(
-        "0",
-        (),
-        "N: sample the inputs of FP8 layers in one step in N while serving; 0 disables",
-    ),
-    "OSS_FUSED_MONITOR_POLICY": Variable(
-        "",
-        (),
-        "file that lists layers to serve with 16-bit activations; the monitor adds to it",
-    ),
     "OSS_FUSED_MONITOR_DIR": Variable(
         "",
         (),
         "folder where workers write the monitor's figures for /metrics; default: a temporary one",
     ),
+    "OSS_FUSED_COMMIT": Variable(
+        "",
+        (),
+        "commit of the sources, for result files; read where there is no git checkout",
+    ),
 }
-# these change no graph, except through the content of the policy file
-_WATCHING = "OSS_FUSED_MONITOR"
+# variables that nothing reads any more -> option of --additional-config '{"oss_fused": {...}}'
+MOVED = {
+    "OSS_FUSED_EXPERTS": "expert_kernels",
+    "OSS_FUSED_EXPERT_ACTIVATIONS": "expert_activations",
+    "OSS_FUSED_ATTENTION": "attention_kernels",
+    "OSS_FUSED_MODELS": "fused_layers",
+    "OSS_FUSED_STEP": "short_step",
+    "OSS_FUSED_MONITOR": "monitor_every",
+    "OSS_FUSED_MONITOR_POLICY": "monitor_policy",
+}
+# the variables that can change a compiled graph
+_GRAPH = ("OSS_FUSED_BACKEND",)
 
 
 def get(name: str) -> str:
@@ -102,9 +81,20 @@ def shown(name: str) -> str:
 
 def graph_settings() -> dict[str, str]:
     """The variables that can change a compiled graph, with their values."""
-    return {name: get(name) for name in VARIABLES if not name.startswith(_WATCHING)}
+    return {name: get(name) for name in _GRAPH}
 
 
 def snapshot() -> dict[str, str]:
     """Every variable with its current value, for reports."""
     return {name: get(name) for name in VARIABLES}
+
+
+def moved() -> str:
+    """What to say of variables that are set although an option has replaced them; or nothing."""
+    found = [f"{old} (option {new})" for old, new in MOVED.items() if old in os.environ]
+    if not found:
+        return ""
+    return (
+        f"these variables have no effect: {', '.join(found)}; expected the options in "
+        f"--additional-config '{{\"oss_fused\": {{...}}}}'"
+    )

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""What the monitor (OSS_FUSED_MONITOR) costs while decoding, in this process's vLLM engine.
+"""What the monitor (option monitor_every) costs while decoding, in this process's vLLM engine.
 
 Generates the same tokens with and without samples in turn; the difference, divided by the number
 of samples, is the cost of one. Also counts how many tokens are the same. Then it poisons a layer
@@ -39,7 +39,6 @@ def main() -> int:
     add("--rounds", type=int, default=3, help="runs with and without samples (default: 3)")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["OSS_FUSED_MONITOR"] = str(NEVER)
     engine = start(args.model, max(args.batches))
     from oss_fused.environment import fingerprint
     from oss_fused.files import write_json
@@ -80,6 +79,7 @@ def start(model: str, batch: int) -> Any:
         gpu_memory_utilization=0.5,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
+        additional_config={"oss_fused": {"monitor_every": NEVER}},
         **options,
     )
 

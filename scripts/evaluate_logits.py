@@ -8,7 +8,8 @@ same random prompts, once as prefill and once a token a step as in decoding. Eng
 run side by side on one device.
 
   evaluate_logits.py --model /tmp/gpt-oss-20b --arm "baseline=VLLM_PLUGINS=" \
-      --arm "oss_fp8=OSS_FUSED_EXPERT_ACTIVATIONS=exact --quantization oss_fp8" \
+      --arm "oss_fp8=--quantization oss_fp8 \
+             --additional-config.oss_fused.expert_activations bf16" \
       --output docs/results/h200/decode_gpt_oss_20b/logits.json
 
 Weights may be random (scripts/make_model.py): KL then compares set-ups of one model, and says

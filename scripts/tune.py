@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import harness.tutorial_target  # noqa: F401  adds the target "matmul"
+
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
 from oss_fused.specs import FP8GEMMInput

@@ -16,24 +16,33 @@ import psutil
 
 from oss_fused import __version__, envs
 from oss_fused.environment import version
+from oss_fused.quant.settings import ServingOptions
 
-# settings that choose code paths; the others are numbers and folders
-_LABELS = {
-    "backend": "OSS_FUSED_BACKEND",
-    "experts": "OSS_FUSED_EXPERTS",
-    "attention": "OSS_FUSED_ATTENTION",
-    "models": "OSS_FUSED_MODELS",
-}
+# of the served model, where it is oss_fp8
+_options: ServingOptions | None = None
+
+
+def show_options(options: ServingOptions) -> None:
+    """Name ``options`` in the labels from now on."""
+    global _options
+    _options = options
 
 
 def labels() -> dict[str, str]:
-    """Label -> value of ``oss_fused:build_info``, which itself is always 1."""
-    versions = {
+    """Label -> value of ``oss_fused:build_info``, which itself is always 1.
+
+    ``options`` lists those that choose code paths and are not at their default; it is empty where
+    the model is not oss_fp8.
+    """
+    changed = _options.model_dump(exclude_defaults=True) if _options else {}
+    paths = [f"{k}={v}" for k, v in sorted(changed.items()) if not k.startswith("monitor_")]
+    return {
         "version": __version__,
         "vllm": version("vllm") or "",
         "torch": version("torch") or "",
+        "backend": envs.shown("OSS_FUSED_BACKEND"),
+        "options": ", ".join(paths) or ("defaults" if _options else ""),
     }
-    return versions | {label: envs.shown(name) for label, name in _LABELS.items()}
 
 
 def server_pid() -> int:

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import logging
 
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
-from oss_fused.plugin.monitor.metrics import interval
 
 # the release whose extension points plugin/ was written for and run with
 SUPPORTED_VLLM = "0.32"
 # FP8 tensor cores: Ada (8.9), Hopper (9.0) and later
 MIN_CAPABILITY = 89
+
+# Python's own, which needs nothing of vLLM
+logger = logging.getLogger(__name__)
 
 
 def check_vllm() -> None:
@@ -36,7 +40,7 @@ def check_vllm() -> None:
 
 
 def check_settings() -> None:
-    """Refuse an environment variable with a value that it cannot have.
+    """Refuse an environment variable with a value that it cannot have; warn of those that moved.
 
     Raises:
         SchemeError: names the variable, its value and what was expected.
@@ -45,7 +49,13 @@ def check_settings() -> None:
         envs.snapshot()
     except ValueError as error:
         raise SchemeError(str(error)) from None
-    interval()
+    _warn_of_moved_variables()
+
+
+@functools.cache
+def _warn_of_moved_variables() -> None:
+    if text := envs.moved():
+        logger.warning("oss_fused: %s", text)
 
 
 def check_device() -> None:

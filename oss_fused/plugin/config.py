@@ -35,6 +35,7 @@ from oss_fused.plugin import fingerprint
 from oss_fused.plugin.checkpoint import check_before_load
 from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
 from oss_fused.plugin.monitor.policy import bits16_layers
+from oss_fused.plugin.options import is_draft, raw_options
 from oss_fused.quant import settings
 from oss_fused.quant.checkpoint.audit import check_remote_code
 from oss_fused.quant.patterns import find_target, is_ignored, matches, shards
@@ -209,12 +210,11 @@ class OssFp8Config(QuantizationConfig):
         vllm_config = get_current_vllm_config()
         model = vllm_config.model_config
         check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
-        fingerprint.record(vllm_config)
-        self._bits16 = bits16_layers()
         # options are for the served model: its layers are not the draft's
-        draft = model.runner_type == "draft"
-        raw = None if draft else vllm_config.additional_config.get("oss_fused")
+        raw = None if is_draft(vllm_config) else raw_options(vllm_config)
         self.settings = settings.with_options(self.settings, raw)
+        self._bits16 = bits16_layers(self.settings.serving.monitor_policy)
+        fingerprint.record(vllm_config)
         if not self.settings.calibrated:
             self._unmatched_ignore = set(self.settings.ignore)
         self._options_read = True

@@ -3,7 +3,8 @@
 
 vLLM hashes its own configuration, not the sources or settings of a plugin. Without this module it
 would reuse a graph that was compiled with other kernels or settings. ``additional_config`` is part
-of the hash, which vLLM computes at the first forward pass, after the model is built.
+of the hash, which vLLM computes at the first forward pass, after the model is built. It holds the
+options of this package, and the fingerprint that this module adds.
 """
 
 from __future__ import annotations
@@ -16,39 +17,71 @@ from typing import Any
 
 import oss_fused
 from oss_fused import envs
-from oss_fused.errors import SchemeError
 from oss_fused.plugin.monitor.policy import bits16_layers
+from oss_fused.plugin.options import serving_options
+from oss_fused.quant.settings import ServingOptions
 
 KEY = "oss_fused_fingerprint"
 
 
+# what runs in a server or decides what does; tests/plugin/test_fingerprint.py follows the imports.
+# Measuring, tuning, calibrating and checking a machine change no graph
+SERVED = (
+    "envs.py",
+    "kernels",
+    "layers/vllm",
+    "plugin",
+    "quant/formats.py",
+    "quant/mxfp4.py",
+    "quant/patterns.py",
+    "quant/scheme.py",
+    "quant/settings.py",
+)
+_BESIDE = ("api_key.py", "build_info.py", "checkpoint.py", "doctor.py", "preflight.py", "monitor")
+
+
 @functools.cache
 def source_hash() -> str:
-    """Digest of every file of the package that can change a compiled graph."""
-    root = Path(oss_fused.__file__).parent
+    """Digest of the files of the package that can change a compiled graph."""
+    return hash_sources(Path(oss_fused.__file__).parent)
+
+
+def hash_sources(root: Path) -> str:
+    """Digest of the served files of the package in the folder ``root``."""
     digest = hashlib.sha256()
-    for path in sorted(p for suffix in ("*.py", "*.json") for p in root.rglob(suffix)):
+    for path in served_files(root):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def fingerprint() -> str:
-    """Version, sources and settings of the package, as one string."""
-    settings = [envs.graph_settings(), sorted(bits16_layers())]
+def served_files(root: Path) -> list[Path]:
+    """Sources and tables of the package in ``root`` that can change a compiled graph."""
+    beside = [root / "plugin" / name for name in _BESIDE]
+    found = []
+    for name in SERVED:
+        path = root / name
+        files = path.rglob("*") if path.is_dir() else [path]
+        found += [f for f in files if f.suffix in (".py", ".json")]
+    return sorted(f for f in found if not any(f.is_relative_to(path) for path in beside))
+
+
+def fingerprint(options: ServingOptions) -> str:
+    """Version, sources, variables and the layers in the monitor's policy, as one string.
+
+    The options themselves are in ``additional_config`` already.
+    """
+    settings = [envs.graph_settings(), sorted(bits16_layers(options.monitor_policy))]
     return json.dumps([oss_fused.__version__, source_hash(), *settings], sort_keys=True)
 
 
 def record(vllm_config: Any) -> None:
     """Write the fingerprint into ``vllm_config.additional_config``.
 
+    A draft model shares that with the served one, and writes the same.
+
     Raises:
-        SchemeError: additional_config is not a dict, so that the key cannot be extended.
+        SchemeError: additional_config is not a dict, or holds an unknown option or value.
     """
-    config = vllm_config.additional_config
-    if not isinstance(config, dict):
-        raise SchemeError(
-            f"additional_config={type(config).__name__}: quantization oss_fp8 expects a dict, to "
-            f"add its fingerprint to vLLM's compile-cache key"
-        )
-    config[KEY] = fingerprint()
+    text = fingerprint(serving_options(vllm_config))
+    vllm_config.additional_config[KEY] = text

@@ -10,7 +10,7 @@ work whose result is not read, or known before:
 - positions and counts of a batch in which every request takes one token;
 - launching the head operator by operator (lm_head.py).
 
-OSS_FUSED_STEP=vllm keeps vLLM's ModelState.
+The option short_step=false keeps vLLM's ModelState.
 """
 
 from __future__ import annotations

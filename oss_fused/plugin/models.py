@@ -2,8 +2,8 @@
 """Model classes: vLLM's own, changed only where the quantisation is oss_fp8.
 
 Three changes: decoder layers hand quantised activations from the norm to the projections (see
-decoder.py; OSS_FUSED_MODELS=0 leaves that out), gpt-oss gets a quantised lm_head and loads
-every layout of experts, and a tensor that the checkpoint lacks is an error.
+decoder.py; the option fused_layers=false leaves that out), gpt-oss gets a quantised lm_head and
+loads every layout of experts, and a tensor that the checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from oss_fused import envs
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.attention import adopt_attention
 from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
@@ -41,6 +40,7 @@ from oss_fused.layers.vllm.warmup import max_tokens
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.monitor import watch as monitor
 from oss_fused.quant.patterns import spellings
+from oss_fused.quant.settings import ServingOptions
 
 # checked where they are used: a checkpoint may do without
 _OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -85,6 +85,7 @@ class _OssModel(CompleteModel, nn.Module):
 
     config: Any
     model: Any
+    options: ServingOptions
     # parameters that a load must bring
     needed: Sequence[str] = ()
 
@@ -103,10 +104,14 @@ class _OssModel(CompleteModel, nn.Module):
             vllm_config.quant_config.check_ignore()
 
     def _adopt(self, vllm_config: VllmConfig) -> None:
-        fuse_decoder_layers(self.model.layers)
-        adopt_attention(self.model, vllm_config)
-        fuse_rope(self.model, vllm_config)
-        if envs.get("OSS_FUSED_STEP") == "short" and vllm_config.use_v2_model_runner:
+        options = self.options = vllm_config.quant_config.settings.serving
+        if options.fused_layers:
+            fuse_decoder_layers(self.model.layers)
+        if options.attention_kernels == "auto":
+            adopt_attention(self.model, vllm_config)
+        if options.fused_layers:
+            fuse_rope(self.model, vllm_config)
+        if options.short_step and vllm_config.use_v2_model_runner:
             # vLLM's other model runner has no such state
             from oss_fused.plugin.model_state import OssModelState, brings_state
 
@@ -141,7 +146,7 @@ class _OssModel(CompleteModel, nn.Module):
             for block in self.model.layers:
                 if type(block) is OssTransformerBlock:
                     warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
-            monitor.install(self, get_current_vllm_config())
+            monitor.install(self, get_current_vllm_config(), self.options)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load all weights or a part; a load may take several calls. Returns parameters' names."""

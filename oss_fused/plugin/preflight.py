@@ -56,12 +56,13 @@ def check_versions() -> Check:
 
 
 def check_settings() -> Check:
-    """The OSS_FUSED_ variables have values that exist."""
-    values = envs.snapshot()
+    """The OSS_FUSED_ variables exist and have values that exist."""
+    values, moved = envs.snapshot(), envs.moved()
+    if moved:
+        return Check("settings", WARN, moved, "docs/serving.md lists options and their values")
     unknown = sorted(
         name for name in os.environ if name.startswith("OSS_FUSED_") and name not in values
     )
-    unknown = [name for name in unknown if name != "OSS_FUSED_COMMIT"]
     if unknown:
         return Check(
             "settings", WARN, f"unknown: {', '.join(unknown)}", f"known: {', '.join(values)}"

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, OssFusedError
 from oss_fused.plugin.compat import check_vllm
+from oss_fused.plugin.options import is_draft, serving_options
 from oss_fused.quant.settings import QUANT_METHOD
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ GRAPH_TOKENS = 1024
 logger = logging.getLogger(__name__)
 
 _registered = False
+_monitored = False
 
 
 def register_all() -> None:
@@ -65,9 +66,13 @@ def _register() -> None:
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
         ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
-        _add_to_settings(MODELS_CONFIG_MAP, architecture, shorten_steps)
+        _add_to_settings(MODELS_CONFIG_MAP, architecture, prepare_server)
+    _or_warn(_register_metrics)
+
+
+def _or_warn(start_metrics: Callable[[], None]) -> None:
     try:
-        _register_metrics()
+        start_metrics()
     except Exception as error:
         # a folder that cannot be created or a name that is taken must not stop the server
         logger.warning("oss_fused shows no metrics: %r", error)
@@ -75,13 +80,20 @@ def _register() -> None:
 
 def _register_metrics() -> None:
     from oss_fused.plugin.build_info import ServerCollector, register_collectors
-    from oss_fused.plugin.monitor.metrics import Collector, interval, share_folder
 
-    if interval():
+    register_collectors(ServerCollector())
+
+
+def _register_monitor() -> None:
+    """Show the monitor's figures, once a process; its workers are started after this."""
+    from oss_fused.plugin.build_info import register_collectors
+    from oss_fused.plugin.monitor.metrics import Collector, share_folder
+
+    global _monitored
+    if not _monitored:
+        _monitored = True
         share_folder()
-        register_collectors(ServerCollector(), Collector())
-    else:
-        register_collectors(ServerCollector())
+        register_collectors(Collector())
 
 
 def _register_refusal(reason: str) -> None:
@@ -116,16 +128,29 @@ def _register_refusal(reason: str) -> None:
         logger.warning("oss_fused: vLLM has no place for a quantisation method: %r", error)
 
 
+def prepare_server(vllm_config: VllmConfig) -> None:
+    """Apply the options of an oss_fp8 model that hold for the server; vLLM calls it at start.
+
+    Raises:
+        SchemeError: names an unknown option, or an option with a bad value.
+    """
+    if vllm_config.model_config.quantization != QUANT_METHOD or is_draft(vllm_config):
+        return
+    from oss_fused.plugin.build_info import show_options
+
+    options = serving_options(vllm_config)
+    show_options(options)
+    if options.monitor_every:
+        _or_warn(_register_monitor)
+    if options.short_step:
+        shorten_steps(vllm_config)
+
+
 def shorten_steps(vllm_config: VllmConfig) -> None:
-    """Reduce the host work per step of an oss_fp8 model, unless the user chose otherwise.
+    """Reduce the host work per step, unless the user chose otherwise.
 
     Selects the scheduler of plugin/scheduler.py, and CUDA graphs for up to GRAPH_TOKENS tokens.
     """
-    if (
-        vllm_config.model_config.quantization != QUANT_METHOD
-        or envs.get("OSS_FUSED_STEP") != "short"
-    ):
-        return
     scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = "oss_fused.plugin.scheduler.make_scheduler"

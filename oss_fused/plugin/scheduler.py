@@ -8,7 +8,8 @@ the scheduler takes as long as the kernels (docs/decode.md). ``StepKVCacheManage
 whether there is a block to free, to take or to share. If so, vLLM's code runs: blocks are freed,
 taken and shared in the same step and order as in vLLM.
 
-registration.py selects this scheduler. OSS_FUSED_STEP=vllm or ``--scheduler-cls`` selects another.
+registration.py selects this scheduler. The option short_step=false or ``--scheduler-cls`` selects
+another.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""What a checkpoint or the command line says about quantisation, parsed and checked.
+"""What a checkpoint or the command line says about quantisation and serving, parsed and checked.
 
 A calibrated checkpoint's ``quantization_config`` has ``config_groups``. Without them the
-checkpoint is bf16 or MXFP4 and is quantised while it loads; options then come from
+checkpoint is bf16 or MXFP4 and is quantised while it loads; OnlineOptions then come from
 ``--additional-config '{"oss_fused": {...}}'`` or from the same keys in ``--hf-overrides
-'{"quantization_config": {"quant_method": "oss_fp8", ...}}'``.
+'{"quantization_config": {"quant_method": "oss_fp8", ...}}'``. ServingOptions come from
+``--additional-config`` only, and hold for every checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import (
@@ -57,8 +58,41 @@ class OnlineOptions(BaseModel):
         return name
 
 
+class ServingOptions(BaseModel):
+    """How a model is served, whatever its checkpoint; docs/serving.md says it to users.
+
+    A new option is a field here and a row there: the command line, its errors and vLLM's
+    compile-cache key follow.
+
+    Attributes:
+        expert_kernels: kernels of MXFP4 and FP8 experts: "auto" takes native ones (of this package)
+            where they measure faster, "native" always, "vllm" never.
+        expert_activations: of native MXFP4 experts: "bf16" keeps them, "fp8" quantises them in
+            steps of 256 tokens and more, "auto" in steps of 512 and more.
+        attention_kernels: "auto" runs decode attention in the native kernel where it applies,
+            "vllm" leaves all attention to vLLM's backend.
+        fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,
+            vLLM's model classes.
+        short_step: fewer host operations per step (plugin/model_state.py, plugin/scheduler.py,
+            larger CUDA graphs); without, as vLLM.
+        monitor_every: sample the inputs of FP8 layers in one step in so many; 0 disables.
+        monitor_policy: file that lists layers to serve with 16-bit activations; the monitor adds
+            to it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    expert_kernels: Literal["auto", "native", "vllm"] = "auto"
+    expert_activations: Literal["auto", "bf16", "fp8"] = "auto"
+    attention_kernels: Literal["auto", "vllm"] = "auto"
+    fused_layers: bool = True
+    short_step: bool = True
+    monitor_every: Annotated[int, Field(ge=0)] = 0
+    monitor_policy: str | None = None
+
+
 class Settings(BaseModel):
-    """How a model is quantised.
+    """How a model is quantised and served.
 
     Attributes:
         calibrated: the checkpoint holds FP8 weights and scales.
@@ -69,6 +103,7 @@ class Settings(BaseModel):
         kv_cache_scheme: of the checkpoint's ``k_scale`` / ``v_scale``, None without.
         experts: how the checkpoint stores MoE experts.
         quantize_experts: turn bf16 experts into FP8 while loading.
+        serving: the options that hold for every checkpoint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,6 +116,7 @@ class Settings(BaseModel):
     kv_cache_scheme: dict[str, Any] | None = None
     experts: ExpertsLayout = "bf16"
     quantize_experts: bool = False
+    serving: ServingOptions = ServingOptions()
 
 
 class _Group(BaseModel):
@@ -142,10 +178,13 @@ def from_checkpoint(config: Mapping[str, Any]) -> Settings:
         known = {key: config[key] for key in config if key not in ("quant_method", "version")}
         return online(OnlineOptions.model_validate(known))
     except ValidationError as error:
-        details = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
-        )
-        raise SchemeError(f"quantization_config: {details}") from None
+        raise SchemeError(f"quantization_config: {_details(error)}") from None
+
+
+def _details(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+    )
 
 
 def _calibrated(config: Mapping[str, Any]) -> Settings:
@@ -183,24 +222,43 @@ def _kv_scheme(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return scheme.model_dump(mode="json")
 
 
+def parse_options(raw: Any) -> tuple[OnlineOptions | None, ServingOptions]:
+    """The options of ``--additional-config '{"oss_fused": raw}'``; None for no OnlineOptions.
+
+    Raises:
+        SchemeError: names an unknown option, or an option with a bad value.
+    """
+    where = "additional_config['oss_fused']"
+    if raw is None:
+        return None, ServingOptions()
+    known = (*OnlineOptions.model_fields, *ServingOptions.model_fields)
+    if not isinstance(raw, Mapping):
+        raise SchemeError(f"{where}={raw!r}: expected an object with some of {', '.join(known)}")
+    unknown = [name for name in raw if name not in known]
+    if unknown:
+        raise SchemeError(f"{where}: no option {unknown[0]!r}; expected some of {', '.join(known)}")
+    serving = {name: raw[name] for name in raw if name in ServingOptions.model_fields}
+    quantising = {name: raw[name] for name in raw if name not in serving}
+    try:
+        online = OnlineOptions.model_validate(quantising) if quantising else None
+        return online, ServingOptions.model_validate(serving)
+    except ValidationError as error:
+        raise SchemeError(f"{where}: {_details(error)}") from None
+
+
 def with_options(settings: Settings, raw: Any) -> Settings:
     """Settings with the options of ``--additional-config '{"oss_fused": raw}'`` applied.
 
     Raises:
         SchemeError: unknown option or value, or an option that a calibrated checkpoint fixes.
     """
-    if not raw:
-        return settings
-    try:
-        options = OnlineOptions(**raw)
-    except (ValidationError, TypeError) as error:
-        raise SchemeError(
-            f"additional_config['oss_fused']={raw!r}: expected keys "
-            f"{', '.join(OnlineOptions.model_fields)}: {error}"
-        ) from None
-    if settings.calibrated:
-        raise SchemeError(
-            f"additional_config['oss_fused']={raw!r}: a calibrated checkpoint fixes its own "
-            f"scheme; expected no options"
-        )
-    return online(options, settings.experts)
+    options, serving = parse_options(raw)
+    if options is not None:
+        if settings.calibrated:
+            names = ", ".join(sorted(options.model_fields_set))
+            raise SchemeError(
+                f"additional_config['oss_fused']={raw!r}: a calibrated checkpoint fixes its own "
+                f"scheme; expected none of {names}"
+            )
+        settings = online(options, settings.experts)
+    return settings.model_copy(update={"serving": serving})

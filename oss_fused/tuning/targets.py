@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import Tolerance
-from oss_fused.errors import SchemeError, TritonKernelError
+from oss_fused.errors import SchemeError
 from oss_fused.kernels.op import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.space import (
@@ -25,29 +25,9 @@ from oss_fused.tuning.space import (
     ConfigSpace,
 )
 
-MATMUL_CONFIGS = ConfigSpace(
-    {
-        "BLOCK_M": (64, 128, 256),
-        "BLOCK_N": (64, 128, 256),
-        "BLOCK_K": (32, 64, 128),
-        "GROUP_M": (4, 8, 16),
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4, 5),
-    }
-)
 _EPS = 1e-6
 # both sides accumulate in float32 and round once; the order of the sums differs
 _REORDERED = Tolerance(4e-3, 2e-2, "one rounding to bfloat16 on each side")
-
-
-@dataclass(frozen=True)
-class MatmulProblem(FP8GEMMInput):
-    """A product of bfloat16 operands, whose bytes count double those of FP8."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes an ideal kernel moves."""
-        return 2 * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
 @dataclass(frozen=True)
@@ -67,11 +47,6 @@ class Target:
     default: Config = field(default_factory=dict)
     accumulators: int = 1
     tolerance: Tolerance = _REORDERED
-
-
-def _matmul_arguments(problem: FP8GEMMInput, device: torch.device) -> tuple[Any, ...]:
-    made = problem.make(device)
-    return made["a"], made["b"].contiguous()
 
 
 def _fp8_arguments(problem: FP8GEMMInput, device: torch.device) -> tuple[Any, ...]:
@@ -133,58 +108,48 @@ def _gated_mlp_reference(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) 
     return get_kernel("torch", "gated_mlp")(x, gate, up, None, None, "silu", "up")
 
 
-def get_target(name: str) -> Target:
-    """The target ``name``.
-
-    "matmul" is the tutorial's bfloat16 product (its default is v2's config), "fp8_gemm" the
-    product of many rows, "rmsnorm_rope" and "gated_mlp" what the library functions launch.
-
-    Raises:
-        TritonKernelError: the kernels cannot be imported here.
-        SchemeError: unknown name.
-    """
-    if name == "rmsnorm_rope":
-        return Target(
-            _tuned_rmsnorm_rope,
-            RMSNORM_ROPE_CONFIGS,
-            _rmsnorm_rope_reference,
-            lambda problem, device: tuple(problem.make(device).values()),
-            RMSNormRoPEInput,
-            "BATCHxSEQUENCExHIDDENxHEAD",
-        )
-    if name == "gated_mlp":
-        return Target(
-            _tuned_gated_mlp,
-            GATED_MLP_CONFIGS,
-            _gated_mlp_reference,
-            lambda problem, device: tuple(problem.make(device).values())[:3],
-            lambda rows, hidden, intermediate: GatedMLPInput(1, rows, hidden, intermediate),
-            "ROWSxHIDDENxINTERMEDIATE",
-            accumulators=2,
-        )
-    if name == "fp8_gemm":
-        return Target(
-            _tuned_fp8_gemm,
-            FP8_GEMM_CONFIGS,
-            _fp8_reference,
-            _fp8_arguments,
-            FP8GEMMInput,
-        )
-    if name != "matmul":
-        raise SchemeError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
-    try:
-        from harness.tutorial_matmul import matmul_v3
-    except ImportError as error:
-        raise TritonKernelError(f"target={name!r}: needs the package triton ({error})") from error
-    v2 = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8}
+def _rmsnorm_rope_target() -> Target:
     return Target(
-        matmul_v3,
-        MATMUL_CONFIGS,
-        torch.mm,
-        _matmul_arguments,
-        MatmulProblem,
-        default={**v2, "num_warps": 4, "num_stages": 3},
+        _tuned_rmsnorm_rope,
+        RMSNORM_ROPE_CONFIGS,
+        _rmsnorm_rope_reference,
+        lambda problem, device: tuple(problem.make(device).values()),
+        RMSNormRoPEInput,
+        "BATCHxSEQUENCExHIDDENxHEAD",
     )
 
 
-TARGETS = ("matmul", "fp8_gemm", "gated_mlp", "rmsnorm_rope")
+def _gated_mlp_target() -> Target:
+    return Target(
+        _tuned_gated_mlp,
+        GATED_MLP_CONFIGS,
+        _gated_mlp_reference,
+        lambda problem, device: tuple(problem.make(device).values())[:3],
+        lambda rows, hidden, intermediate: GatedMLPInput(1, rows, hidden, intermediate),
+        "ROWSxHIDDENxINTERMEDIATE",
+        accumulators=2,
+    )
+
+
+def _fp8_gemm_target() -> Target:
+    return Target(_tuned_fp8_gemm, FP8_GEMM_CONFIGS, _fp8_reference, _fp8_arguments, FP8GEMMInput)
+
+
+# name -> makes the target; scripts add their own
+TARGETS: dict[str, Callable[[], Target]] = {
+    "fp8_gemm": _fp8_gemm_target,
+    "gated_mlp": _gated_mlp_target,
+    "rmsnorm_rope": _rmsnorm_rope_target,
+}
+
+
+def get_target(name: str) -> Target:
+    """The target ``name``: "fp8_gemm" is the product of many rows, "rmsnorm_rope" and "gated_mlp"
+    are what the library functions launch.
+
+    Raises:
+        SchemeError: unknown name.
+    """
+    if name not in TARGETS:
+        raise SchemeError(f"target={name!r}: expected one of {', '.join(TARGETS)}")
+    return TARGETS[name]()

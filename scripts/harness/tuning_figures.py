@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from harness.summary import merge_summary
+from harness.tutorial_target import MatmulProblem
 from oss_fused.bench.accuracy import check_accuracy
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
@@ -23,7 +24,7 @@ from oss_fused.kernels.op import default_backend, get_kernel
 from oss_fused.specs import RMSNormRoPEInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.space import Config
-from oss_fused.tuning.targets import MatmulProblem, get_target
+from oss_fused.tuning.targets import get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
 
 # the measured table of a page stands between these lines

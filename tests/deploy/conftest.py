@@ -73,11 +73,12 @@ def container(image: Path, folder: Path, flags: list[str], **variables: str) -> 
     # static scales: layers with others cannot saturate
     model = build(folder / "model", "llama", max_position_embeddings=512)
     calibrate(model, inputs="tensor")
-    environment = CPU_ENVIRONMENT | os.environ | {"OSS_FUSED_MONITOR": "1"}
+    environment = CPU_ENVIRONMENT | os.environ
     environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"SERVER_FILE": str(folder / "server.json"), "PYTHONPATH": str(ROOT)}
     environment |= variables
-    flags = ["--skip-tokenizer-init", "--enforce-eager", *flags]
+    monitored = "--additional-config.oss_fused.monitor_every=1"
+    flags = ["--skip-tokenizer-init", "--enforce-eager", monitored, *flags]
     command = [sys.executable, str(image / "entrypoint.py")]
     return Server("tiny", str(model), flags, folder / "server.log", environment, command=command)
 

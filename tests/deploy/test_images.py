@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from oss_fused import envs
+from oss_fused.quant.settings import parse_options
 from tests.deploy.conftest import ROOT
 
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("Dockerfile*"))
@@ -85,6 +87,13 @@ def test_compose_lets_streams_end(entrypoint) -> None:
     assert "--shutdown-timeout" in default
     seconds = int(default[default.index("--shutdown-timeout") + 1])
     assert 30 <= seconds <= int(grace) - entrypoint.TEARDOWN_SECONDS
+
+
+def test_compose_passes_the_monitors_interval() -> None:
+    command = yaml.safe_load(compose("compose.yaml"))["services"]["server"]["command"]
+    start = "--additional-config="
+    (text,) = (flag.removeprefix(start) for flag in command if start in flag)
+    assert parse_options(json.loads(text)["oss_fused"])[1].monitor_every == 2000
 
 
 def test_variables_of_the_files_are_this_packages() -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from oss_fused import envs
+from oss_fused.quant.settings import ServingOptions, parse_options
 from tests.deploy.conftest import ROOT
 
 CHART = ROOT / "deploy/kubernetes/oss-fused"
@@ -126,18 +127,28 @@ def test_key_is_the_default_and_its_absence_is_asked_for(chart) -> None:
     assert all(volume["name"] != "secrets" for volume in pod_of(documents)["volumes"])
 
 
+def options_of(documents: dict[str, dict]) -> ServingOptions:
+    """What the server reads of the container's --additional-config."""
+    start = "--additional-config="
+    texts = [arg.removeprefix(start) for arg in container_of(documents)["args"] if start in arg]
+    return parse_options(json.loads(texts[0])["oss_fused"] if texts else None)[1]
+
+
 def test_monitor_is_set_and_can_be_turned_off(chart) -> None:
-    assert environment_of(render(chart, {}))["OSS_FUSED_MONITOR"] == "2000"
-    assert environment_of(render(chart, with_model(monitorEvery=0)))["OSS_FUSED_MONITOR"] == "0"
+    assert options_of(render(chart, {})).monitor_every == 2000
+    options = {"monitor_every": 0, "expert_kernels": "vllm", "monitor_policy": "/cache/p'\".json"}
+    values = with_model(vllmConfig={"additionalConfig": {"oss_fused": options}})
+    assert options_of(render(chart, values)) == ServingOptions(**options)
+    values = with_model(vllmConfig={"additionalConfig": {}})
+    assert options_of(render(chart, values)) == ServingOptions()
 
 
 def test_variables_that_a_user_may_set_are_this_packages(chart) -> None:
     items = chart_schema()["properties"]["servingEngineSpec"]["properties"]["modelSpec"]["items"]
     _, known = items["properties"]["env"]["items"]["properties"]["name"]["anyOf"]
-    # the chart has a value for the monitor
-    assert {*known["enum"], "OSS_FUSED_MONITOR"} == set(envs.VARIABLES)
-    name = {"name": "OSS_FUSED_ATTENTION", "value": "vllm"}
-    assert environment_of(render(chart, with_model(env=[name])))["OSS_FUSED_ATTENTION"] == "vllm"
+    assert set(known["enum"]) == set(envs.VARIABLES)
+    name = {"name": "OSS_FUSED_BACKEND", "value": "torch"}
+    assert environment_of(render(chart, with_model(env=[name])))["OSS_FUSED_BACKEND"] == "torch"
 
 
 def chart_schema() -> dict[str, Any]:
@@ -224,10 +235,11 @@ def test_gpus_of_every_parallelism(chart, sizes, gpus) -> None:
 
 def test_long_contexts_are_written_out(chart) -> None:
     """Helm reads numbers as floats, which a template prints as 1.048576e+06."""
-    values = with_model(vllmConfig={"maxModelLen": 1048576}, monitorEvery=1000000)
+    monitored = {"oss_fused": {"monitor_every": 1000000}}
+    values = with_model(vllmConfig={"maxModelLen": 1048576, "additionalConfig": monitored})
     documents = render(chart, values)
     assert "--max-model-len=1048576" in container_of(documents)["args"]
-    assert environment_of(documents)["OSS_FUSED_MONITOR"] == "1000000"
+    assert options_of(documents).monitor_every == 1000000
 
 
 def test_several_replicas_on_a_claim_that_they_can_share(chart) -> None:
@@ -272,7 +284,11 @@ SENSELESS = {
     ),
     "sizes beside requestGPU": with_model(vllmConfig={"extraArgs": ["--data_parallel_size=2"]}),
     "drain beside the grace period": with_model(vllmConfig={"extraArgs": ["--shutdown-timeout=1"]}),
-    "typo in a variable": with_model(env=[{"name": "OSS_FUSED_ATENTION", "value": "vllm"}]),
+    "typo in a variable": with_model(env=[{"name": "OSS_FUSED_BACKENDS", "value": "torch"}]),
+    "a variable that moved": with_model(env=[{"name": "OSS_FUSED_EXPERTS", "value": "vllm"}]),
+    "options beside additionalConfig": with_model(
+        vllmConfig={"extraArgs": ["--additional_config={}"]}
+    ),
     "variable of the chart": with_model(env=[{"name": "AUTH", "value": "off"}]),
     "scraped by everybody": {"serviceMonitor": {"scrapeFrom": [{}]}},
     "scraped by nobody": {"serviceMonitor": {"scrapeFrom": []}},

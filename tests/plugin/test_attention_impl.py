@@ -186,13 +186,10 @@ def test_layers_that_stay_flash_attentions(name, value):
     assert type(other.impl) is FlashAttentionImpl and type(ours.impl) is OssAttentionImpl
 
 
-def test_none_is_adopted_where_it_is_switched_off(monkeypatch):
+def test_none_is_adopted_where_steps_overlap_or_heads_are_large():
     (layer,) = adopted(implementation(), use_ubatching=True)
     assert type(layer.impl) is FlashAttentionImpl
     large = implementation(fp8=True)
     large.head_size = 128
     (layer,) = adopted(large)
-    assert type(layer.impl) is FlashAttentionImpl
-    monkeypatch.setenv("OSS_FUSED_ATTENTION", "vllm")
-    (layer,) = adopted(implementation())
     assert type(layer.impl) is FlashAttentionImpl

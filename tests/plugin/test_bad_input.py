@@ -95,12 +95,12 @@ def test_missing_expert_scale(tmp_path, engine):
 @pytest.mark.parametrize(("kind", "choice"), [(False, "auto"), (True, "auto"), (True, "vllm")])
 def test_mxfp4_scale_that_is_nan(kind, choice, tmp_path, engine, monkeypatch):
     tell_vllm(monkeypatch, amx=kind)
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", choice)
     folder = to_mxfp4(build(tmp_path, "gpt_oss"))
     name = "model.layers.0.mlp.experts.down_proj_scales"
     bad = tensors_of(folder)[name].clone()
     bad[1, 2, 3] = 255
-    refuse(engine, folder, {name: bad}, f"'{name}'", quantization="oss_fp8")
+    options = {"additional_config": {"oss_fused": {"expert_kernels": choice}}}
+    refuse(engine, folder, {name: bad}, f"'{name}'", quantization="oss_fp8", **options)
 
 
 def test_missing_experts(tmp_path, engine):

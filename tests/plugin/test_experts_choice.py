@@ -13,11 +13,17 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.layers.vllm.experts import choice
-from oss_fused.quant.settings import OnlineOptions, from_checkpoint, online
+from oss_fused.quant.settings import OnlineOptions, from_checkpoint, online, with_options
 from tests.plugin.cpu_kind import tell_vllm
 
 SETTINGS = online(OnlineOptions(experts="fp8"))
 MXFP4 = from_checkpoint({"quant_method": "mxfp4"})
+
+
+def asking(kernels, settings=SETTINGS):
+    return with_options(settings, {"expert_kernels": kernels})
+
+
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 
 
@@ -65,12 +71,11 @@ def layer(**changes):
 
 
 @pytest.mark.usefixtures("on_a_hopper")
-def test_ours_by_default(monkeypatch):
+def test_ours_by_default():
     assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, True)
     gathered = layer(use_all2all_kernels=True, use_ag_rs_all2all_kernels=True)
     assert choice.experts_method(gathered, SETTINGS, "x")[-2:] == (True, True)
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", "vllm")
-    assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, False)
+    assert choice.experts_method(layer(), asking("vllm"), "x")[-2:] == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +95,11 @@ def test_ours_by_default(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("on_a_hopper")
-def test_what_takes_vllm(changes, reason, monkeypatch):
+def test_what_takes_vllm(changes, reason):
     routes = not {"scoring_func", "use_grouped_topk"} & set(changes)
     assert choice.experts_method(layer(**changes), SETTINGS, "x")[-2:] == (routes, False)
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", "oss")
     with pytest.raises(BackendUnavailableError, match=reason):
-        choice.experts_method(layer(**changes), SETTINGS, "x")
+        choice.experts_method(layer(**changes), asking("native"), "x")
 
 
 def test_an_activation_that_no_kernel_has():
@@ -119,32 +123,30 @@ def chosen(request, monkeypatch):
             f"oss_fused.layers.vllm.experts.{module}.max_routed_tokens", lambda moe: 16
         )
 
-    def choose(**changes):
+    def choose(kernels="auto", **changes):
         if request.param == "fp8":
-            return choice.experts_method(layer(**changes), SETTINGS, "x")
-        return choice.experts_method(GptOss(**changes), MXFP4, "x")
+            return choice.experts_method(layer(**changes), asking(kernels), "x")
+        return choice.experts_method(GptOss(**changes), asking(kernels, MXFP4), "x")
 
     choose.layout = request.param
     return choose
 
 
 @needs_cpu
-def test_every_cpu_takes_the_reference(chosen, amx, monkeypatch):
+def test_every_cpu_takes_the_reference(chosen, amx):
     expected = {"fp8": choice.OssFp8MoEMethod, "mxfp4": choice.OssMxfp4MoEMethod}[chosen.layout]
-    for variable in ("auto", "oss"):
-        monkeypatch.setenv("OSS_FUSED_EXPERTS", variable)
-        method = chosen()
+    for kernels in ("auto", "native"):
+        method = chosen(kernels)
         assert type(method) is expected and method.on_cpu and method.is_monolithic
 
 
 @needs_cpu
-def test_lora_is_refused_by_name_on_every_cpu(chosen, amx, monkeypatch):
-    for variable in ("auto", "vllm"):
-        monkeypatch.setenv("OSS_FUSED_EXPERTS", variable)
-        if (variable, chosen.layout) == ("vllm", "fp8"):
+def test_lora_is_refused_by_name_on_every_cpu(chosen, amx):
+    for kernels in ("auto", "vllm"):
+        if (kernels, chosen.layout) == ("vllm", "fp8"):
             continue  # there is no such kernel, with or without LoRA
         with pytest.raises(UnsupportedModelError, match=f"LoRA with experts='{chosen.layout}'"):
-            chosen(is_lora_enabled=True)
+            chosen(kernels, is_lora_enabled=True)
 
 
 @needs_cpu
@@ -156,8 +158,7 @@ def test_vllms_kernels_on_a_cpu_only_where_they_are_asked_for(chosen, monkeypatc
             raise NotImplementedError("no MXFP4 MoE backend")
 
     monkeypatch.setattr(choice.GptOssMxfp4MoEMethod, "__init__", init)
-    for asked in ({"moe_backend": "cpu"}, {}):
-        monkeypatch.setenv("OSS_FUSED_EXPERTS", "auto" if asked else "vllm")
+    for asked in ({"moe_backend": "cpu"}, {"kernels": "vllm"}):
         for has_amx in (False, True):
             tell_vllm(monkeypatch, has_amx)
             if has_amx and chosen.layout == "mxfp4":
@@ -165,3 +166,11 @@ def test_vllms_kernels_on_a_cpu_only_where_they_are_asked_for(chosen, monkeypatc
                 continue
             with pytest.raises(BackendUnavailableError, match="vLLM has no"):
                 chosen(**asked)
+
+
+@needs_cpu
+@pytest.mark.parametrize(("asked", "tokens"), [("auto", 512), ("bf16", -1), ("fp8", 256)])
+def test_activations_of_mxfp4_experts(asked, tokens, monkeypatch):
+    monkeypatch.setattr("oss_fused.layers.vllm.experts.mxfp4.max_routed_tokens", lambda moe: 16)
+    settings = with_options(MXFP4, {"expert_activations": asked})
+    assert choice.experts_method(GptOss(), settings, "x").fp8_min_tokens == tokens

@@ -71,12 +71,12 @@ def test_rope_and_cache_in_one_launch(family, kv, tmp_path, engine):
         assert_agrees(served.generate(prompt), plain, tolerance=tolerance, prompt=prompt)
 
 
-def test_attention_kernels_agree(tmp_path, engine, monkeypatch):
+def test_attention_kernels_agree(tmp_path, engine):
     folder = build(tmp_path, "gpt_oss", head_dim=64)
     prompt = (PROMPT * 5)[:50]
     ours = engine(folder, quantization="oss_fp8", **GRAPHS).generate(prompt)
-    monkeypatch.setenv("OSS_FUSED_ATTENTION", "vllm")
-    served = engine(folder, quantization="oss_fp8", **GRAPHS)
+    options = {"additional_config": {"oss_fused": {"attention_kernels": "vllm"}}}
+    served = engine(folder, quantization="oss_fp8", **options, **GRAPHS)
     assert attention_classes(served) == {"FlashAttentionImpl"}
     theirs = served.generate(prompt)
     assert ours[0] == theirs[0]

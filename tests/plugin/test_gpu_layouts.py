@@ -31,17 +31,17 @@ def test_expert_layouts(experts, tmp_path, engine):
     assert_agrees(served.generate(), folder, ignore=(), experts=experts)
 
 
-@pytest.mark.parametrize("choice", ["oss", "vllm"])
-def test_mxfp4_kernels(choice, tmp_path, engine, monkeypatch):
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", choice)
+@pytest.mark.parametrize("choice", ["native", "vllm"])
+def test_mxfp4_kernels(choice, tmp_path, engine):
+    options = {"additional_config": {"oss_fused": {"expert_kernels": choice}}}
     folder = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
     checkpoint = to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss", head_dim=64))
     # vLLM's default, triton_kernels, does not compile for layers this small
     backend = {"moe_backend": "marlin"} if choice == "vllm" else {}
-    served = engine(checkpoint, quantization="oss_fp8", **backend, **GRAPHS)
+    served = engine(checkpoint, quantization="oss_fp8", **options, **backend, **GRAPHS)
     experts = served.model.model.layers[0].mlp.experts.routed_experts
     ours = type(experts.quant_method).__name__ == "OssMxfp4MoEMethod"
-    assert ours == (choice == "oss")
+    assert ours == (choice == "native")
     assert_agrees(served.generate(), folder, ignore=(), experts="mxfp4")
 
 

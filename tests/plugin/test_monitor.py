@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,19 +24,23 @@ from oss_fused.plugin.build_info import ServerCollector, register_collectors
 from oss_fused.plugin.monitor.metrics import (
     Collector,
     LayerFigures,
-    interval,
     share_folder,
     write_figures,
 )
 from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
+from oss_fused.quant.settings import ServingOptions
 from tests.plugin.conftest import build, calibrate
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path / "figures"))
-    monkeypatch.setenv("OSS_FUSED_MONITOR_POLICY", str(tmp_path / "policy.json"))
     return tmp_path
+
+
+@pytest.fixture
+def policy(folder) -> str:
+    return str(folder / "policy.json")
 
 
 def metrics() -> dict[tuple[str, str], float]:
@@ -46,20 +52,21 @@ def metrics() -> dict[tuple[str, str], float]:
     }
 
 
-def test_statistics(folder, caplog, monkeypatch):
+def test_statistics(policy, caplog, monkeypatch):
     from oss_fused.plugin.monitor import watch as monitor
 
     monkeypatch.setattr(monitor.logger, "propagate", True, raising=False)
     caplog.set_level(logging.WARNING)
     caplog.clear()
-    statistics = monitor.Statistics(["a", "b", "unseen"], [float("inf"), 4.0, 1.0], rank=0)
+    limits = [float("inf"), 4.0, 1.0]
+    statistics = monitor.Statistics(["a", "b", "unseen"], limits, rank=0, policy=policy)
     calm = np.array([[1.0, 2.0], [1.0, 3.0], [0.0, 0.0]], np.float32)
     statistics.add(calm, [2, 2, 0])
-    assert not bits16_layers() and not caplog.records
+    assert not bits16_layers(policy) and not caplog.records
     odd = np.array([[float("nan"), 20.0], [float("inf"), 4.0], [0.0, 0.0]], np.float32)
     statistics.fp8_only = {"b"}
     statistics.add(odd, [2, 2, 0])
-    assert set(bits16_layers()) == {"a"}
+    assert set(bits16_layers(policy)) == {"a"}
     statistics.fp8_only = set()
     statistics.add(odd, [2, 2, 0])
     seen = metrics()
@@ -70,38 +77,87 @@ def test_statistics(folder, caplog, monkeypatch):
     assert seen["oss_fused:saturated_tokens_total", "b"] == 2
     assert seen["oss_fused:amax_outliers_total", "a"] == 1  # then it is the usual
     assert seen["oss_fused:activation_amax", "a"] == 20
-    assert set(bits16_layers()) == {"a", "b"}
+    assert set(bits16_layers(policy)) == {"a", "b"}
     kinds = [record.getMessage().split(" at ")[0] for record in caplog.records]
     assert kinds == [f"oss_fused monitor: {k}" for k in ("NaN or Inf", "saturation", "outliers")]
 
 
-def test_policy_file(folder):
-    assert bits16_layers() == {}
-    add_layers({"x": "first"})
-    add_layers({"x": "second", "y": "third"})
-    assert bits16_layers() == {"x": "first", "y": "third"}
+def test_policy_file(folder, policy):
+    assert bits16_layers(policy) == {}
+    add_layers(policy, {"x": "first"})
+    add_layers(policy, {"x": "second", "y": "third"})
+    assert bits16_layers(policy) == {"x": "first", "y": "third"}
     (folder / "policy.json").write_text(json.dumps({"kind": "other", "layers": {}}))
-    with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_POLICY"):
-        bits16_layers()
+    with pytest.raises(SchemeError, match="monitor_policy="):
+        bits16_layers(policy)
 
 
-def test_policy_changes_the_compile_key(folder, monkeypatch):
+def test_policy_changes_the_compile_key(policy):
     from oss_fused.plugin.fingerprint import fingerprint
 
-    before = fingerprint()
-    monkeypatch.setenv("OSS_FUSED_MONITOR", "10")
-    assert fingerprint() == before
-    add_layers({"x": "why"})
-    assert fingerprint() != before
+    options = ServingOptions(monitor_policy=policy)
+    before = fingerprint(options)
+    add_layers(policy, {"x": "why"})
+    assert fingerprint(options) != before
+    assert fingerprint(ServingOptions()) == before
 
 
-def test_settings(monkeypatch, tmp_path):
-    monkeypatch.setenv("OSS_FUSED_MONITOR", "often")
-    with pytest.raises(SchemeError, match="number of steps"):
-        interval()
+def test_figures_need_a_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("OSS_FUSED_MONITOR_DIR", raising=False)
+    with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_DIR is not set"):
+        write_figures(0, 1, 0, {})
     monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path))
+    write_figures(0, 1, 0, {})
     share_folder()
-    assert list(Collector().collect()) == []
+    assert list(Collector().collect()) == [], "figures of a server that has ended"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """prepare_server of a new process; what it registers and shows."""
+    from oss_fused.plugin import registration
+
+    registered = []
+    monkeypatch.setattr(registration, "_monitored", False)
+    monkeypatch.setattr(build_info, "_options", None)
+    monkeypatch.setattr(build_info, "register_collectors", lambda *more: registered.extend(more))
+    # whatever share_folder sets is gone after the test
+    monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", "")
+
+    def prepare(options, runner_type="generate", quantization="oss_fp8"):
+        registration.prepare_server(
+            SimpleNamespace(
+                model_config=SimpleNamespace(quantization=quantization, runner_type=runner_type),
+                additional_config={"oss_fused": {"short_step": False, **options}},
+            )
+        )
+        return [type(collector) for collector in registered]
+
+    return prepare
+
+
+def test_monitor_starts_where_the_options_ask_for_it(server):
+    assert server({}) == []
+    assert server({"monitor_every": 5}, runner_type="draft") == []
+    assert server({"monitor_every": 5}, quantization="fp8") == []
+    assert not os.environ["OSS_FUSED_MONITOR_DIR"]
+    assert server({"monitor_every": 5}) == [Collector]
+    made = os.environ["OSS_FUSED_MONITOR_DIR"]
+    write_figures(0, 1, 0, {})
+    assert server({"monitor_every": 5}) == [Collector], "once a process"
+    assert os.environ["OSS_FUSED_MONITOR_DIR"] == made
+    assert [path.name for path in Path(made).iterdir()] == ["rank0.json"]
+
+
+def test_labels_name_the_options_of_the_served_model(server):
+    assert build_info.labels()["options"] == ""
+    server({"monitor_every": 5})
+    server({"expert_kernels": "vllm", "monitor_policy": "/secret/place"})
+    assert build_info.labels()["options"] == "expert_kernels=vllm, short_step=False"
+    server({"expert_kernels": "native"}, runner_type="draft")
+    assert build_info.labels()["options"] == "expert_kernels=vllm, short_step=False"
+    build_info.show_options(ServingOptions())
+    assert build_info.labels()["options"] == "defaults"
 
 
 def test_several_api_servers_get_shared_values(folder, monkeypatch):
@@ -171,12 +227,12 @@ def test_figures_of_an_ended_server_are_absent(folder):
     assert metrics() == {}
 
 
-def test_layers_by_policy_are_those_of_the_start(folder):
+def test_layers_by_policy_are_those_of_the_start(policy):
     from oss_fused.plugin.monitor.watch import Monitor
 
-    add_layers({"early": "why", "of another model": "why"})
-    watcher = Monitor(1, rank=0)
-    add_layers({"late": "why"})
+    add_layers(policy, {"early": "why", "of another model": "why"})
+    watcher = Monitor(1, rank=0, policy=policy)
+    add_layers(policy, {"late": "why"})
     layers = torch.nn.ModuleList()
     for name in ("early", "late", "other"):
         layers.append(linear_layer(name))
@@ -195,23 +251,23 @@ def linear_layer(name):
     return layer
 
 
-def _add_some(worker: int) -> None:
+def _add_some(policy: str, worker: int) -> None:
     for number in range(20):
-        add_layers({f"{worker}.{number}": "why"})
+        add_layers(policy, {f"{worker}.{number}": "why"})
 
 
-def test_ranks_add_to_the_policy_at_once(folder):
+def test_ranks_add_to_the_policy_at_once(folder, policy):
     """None fails, none loses what another wrote, and every reader finds a whole file."""
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_add_some, args=(rank,)) for rank in range(4)]
+    workers = [context.Process(target=_add_some, args=(policy, rank)) for rank in range(4)]
     for worker in workers:
         worker.start()
     while any(worker.is_alive() for worker in workers):
-        bits16_layers()
+        bits16_layers(policy)
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
-    assert len(bits16_layers()) == 80
+    assert len(bits16_layers(policy)) == 80
     assert {path.name for path in folder.iterdir()} == {"policy.json", "policy.json.lock"}
 
 
@@ -247,31 +303,31 @@ def test_rows_of_each_operator(folder, strategy):
 
 
 @pytest.mark.serve
-def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, monkeypatch, engine):
-    monkeypatch.setenv("OSS_FUSED_MONITOR", "2")
+def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, policy, engine):
+    options = {"oss_fused": {"monitor_every": 2, "monitor_policy": policy}}
     # inputs reach 448 * 0.0005 = 0.2 easily
     model = calibrate(build(folder / "m", "llama"), inputs="tensor", input_scale=0.0005)
-    served = engine(model)
+    served = engine(model, additional_config=dict(options))
     first = served.generate()
     served.generate()
     deadline = time.monotonic() + 20
-    while not bits16_layers() and time.monotonic() < deadline:
+    while not bits16_layers(policy) and time.monotonic() < deadline:
         time.sleep(0.1)
-    layers = bits16_layers()
+    layers = bits16_layers(policy)
     assert "model.layers.0.self_attn.qkv_proj" in layers and "reach the limit" in str(layers)
     seen = metrics()
     assert seen["oss_fused:saturated_tokens_total", "model.layers.1.mlp.gate_up_proj"] > 0
 
-    again = engine(model)
+    again = engine(model, additional_config=dict(options))
     assert again.generate() != first
     layer = again.model.model.layers[0].self_attn.qkv_proj
     assert layer.quant_method.bits16_inputs and not hasattr(layer, "_input_quant_key")
 
 
 @pytest.mark.serve
-def test_output_is_the_same_with_the_monitor(folder, monkeypatch, engine):
+def test_output_is_the_same_with_the_monitor(folder, policy, engine):
     model = calibrate(build(folder / "m", "gpt_oss"), experts="mxfp4", ignore=())
     plain = engine(model).generate()
-    monkeypatch.setenv("OSS_FUSED_MONITOR", "1")
-    assert engine(model).generate() == plain
-    assert not bits16_layers()
+    options = {"oss_fused": {"monitor_every": 1, "monitor_policy": policy}}
+    assert engine(model, additional_config=options).generate() == plain
+    assert not bits16_layers(policy)

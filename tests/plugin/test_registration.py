@@ -13,9 +13,9 @@ import pytest
 
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
-from oss_fused.plugin import compat, fingerprint
+from oss_fused.plugin import compat
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.registration import MODEL_CLASSES, register_all, shorten_steps
+from oss_fused.plugin.registration import MODEL_CLASSES, prepare_server, register_all
 
 
 def test_register_is_idempotent_and_known_to_vllm():
@@ -93,31 +93,56 @@ def test_a_vllm_without_the_registry_is_left_alone(fresh, monkeypatch, caplog):
     assert "no place for a quantisation method" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("OSS_FUSED_ATTENTION", "vlm"),
-        ("OSS_FUSED_STEP", "long"),
-        ("OSS_FUSED_MONITOR", "often"),
-        ("OSS_FUSED_BACKEND", "cuda"),
-    ],
-)
-def test_a_typo_is_refused_where_oss_fp8_is_used_and_only_there(
-    name, value, fresh, monkeypatch, caplog
-):
+def test_a_typo_is_refused_where_oss_fp8_is_used_and_only_there(fresh, monkeypatch, caplog):
     from oss_fused.plugin import build_info
     from oss_fused.plugin.config import OssFp8Config
 
-    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OSS_FUSED_BACKEND", "cuda")
     monkeypatch.setattr(fresh[0], "_register_metrics", build_info.labels)
     with caplog.at_level("WARNING"):
         register_all()
     assert not caplog.text
     other = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8"))
-    shorten_steps(other)
+    prepare_server(other)
     assert OssFp8Config.override_quantization_method({"quant_method": "fp8"}, None) is None
-    with pytest.raises(SchemeError, match=f"{name}='{value}': expected"):
+    with pytest.raises(SchemeError, match="OSS_FUSED_BACKEND='cuda': expected"):
         OssFp8Config()
+
+
+def served(options, quantization="oss_fp8"):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization, runner_type="generate"),
+        additional_config=options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"oss_fused": {"expert_kernel": "vllm"}}, "no option 'expert_kernel'; .*expert_kernels"),
+        ({"oss_fused": {"expert_kernels": "oss"}}, "expert_kernels='oss': .*'native'"),
+        ({"oss_fused": {"monitor_every": "often"}}, "monitor_every='often': .*integer"),
+        ({"oss_fused": {"scheme": "FP4"}}, "FP4"),
+        (object(), "additional_config=object: .*expects a dict"),
+    ],
+)
+def test_a_bad_option_is_refused_at_start_and_only_for_oss_fp8(options, match):
+    prepare_server(served(options, "fp8"))
+    with pytest.raises(SchemeError, match=match):
+        prepare_server(served(options))
+
+
+def test_a_variable_that_moved_is_named_once_with_its_option(monkeypatch, caplog):
+    compat._warn_of_moved_variables.cache_clear()
+    monkeypatch.setenv("OSS_FUSED_EXPERTS", "vllm")
+    monkeypatch.setenv("OSS_FUSED_STEP", "vllm")
+    OssFp8Config()
+    OssFp8Config()
+    compat._warn_of_moved_variables.cache_clear()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "OSS_FUSED_EXPERTS (option expert_kernels)" in text
+    assert "OSS_FUSED_STEP (option short_step)" in text and "--additional-config" in text
 
 
 def test_metrics_that_cannot_be_registered_stop_nothing(fresh, monkeypatch, caplog):
@@ -160,33 +185,6 @@ def test_new_gpus_and_cpus_are_accepted(kind, capability, monkeypatch):
     compat.check_device()
 
 
-def test_fingerprint_follows_the_environment(monkeypatch):
-    before = fingerprint.fingerprint()
-    assert before == fingerprint.fingerprint()
-    monkeypatch.setenv("OSS_FUSED_MODELS", "0")
-    assert fingerprint.fingerprint() != before
-
-
-def test_fingerprint_is_part_of_vllms_compile_key(monkeypatch):
-    from vllm.config import VllmConfig
-
-    def key() -> str:
-        config = VllmConfig(additional_config={"oss_fused": {"lm_head": True}})
-        fingerprint.record(config)
-        assert config.additional_config["oss_fused"] == {"lm_head": True}
-        return config.compute_hash()
-
-    before = key()
-    assert before == key()
-    monkeypatch.setattr(oss_fused, "__version__", "0.0.0")
-    assert key() != before
-
-
-def test_additional_config_must_be_a_dict():
-    with pytest.raises(SchemeError, match="expects a dict"):
-        fingerprint.record(SimpleNamespace(additional_config=object()))
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "user", "expected"),
     [
@@ -219,20 +217,35 @@ def test_refuses_other_quantised_checkpoints():
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
         ({"speculative_config": object()}, {}, None),
         ({"quantization": "fp8"}, {}, None),
+        ({"options": {"short_step": False}}, {}, None),
+        ({"runner_type": "draft"}, {}, None),
     ],
-    ids=["default", "small steps", "the user's", "the user's sizes", "drafts", "not ours"],
+    ids=[
+        "default",
+        "small steps",
+        "the user's",
+        "the user's sizes",
+        "with drafts",
+        "not ours",
+        "switched off",
+        "a draft",
+    ],
 )
 def test_graphs_of_larger_steps(changes, graphs, largest):
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=changes.get("quantization", "oss_fp8")),
+        model_config=SimpleNamespace(
+            quantization=changes.get("quantization", "oss_fp8"),
+            runner_type=changes.get("runner_type", "generate"),
+        ),
+        additional_config={"oss_fused": changes.get("options", {})},
         scheduler_config=SimpleNamespace(
             scheduler_cls=None, max_num_batched_tokens=changes.get("max_num_batched_tokens", 8192)
         ),
         compilation_config=SimpleNamespace(**sizes),
         speculative_config=changes.get("speculative_config"),
     )
-    shorten_steps(config)
+    prepare_server(config)
     assert config.compilation_config.max_cudagraph_capture_size == largest
 
 

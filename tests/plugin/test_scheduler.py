@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
-from oss_fused.plugin.registration import shorten_steps
+from oss_fused.plugin.registration import prepare_server
 from oss_fused.plugin.scheduler import StepKVCacheManager, make_scheduler, shorten
 from tests.plugin.conftest import build
 
@@ -309,19 +309,18 @@ def test_other_caches_keep_vllms_manager(kind, hashes, ours):
 
 
 @pytest.mark.parametrize(
-    ("options", "step", "chosen"),
+    ("options", "short", "chosen"),
     [
-        ({"quantization": "oss_fp8"}, "short", "oss_fused.plugin.scheduler.make_scheduler"),
-        ({"quantization": "oss_fp8"}, "vllm", None),
-        ({}, "short", None),
-        ({"quantization": "oss_fp8", "scheduler_cls": "my.Scheduler"}, "short", "my.Scheduler"),
+        ({"quantization": "oss_fp8"}, True, "oss_fused.plugin.scheduler.make_scheduler"),
+        ({"quantization": "oss_fp8"}, False, None),
+        ({}, True, None),
+        ({"quantization": "oss_fp8", "scheduler_cls": "my.Scheduler"}, True, "my.Scheduler"),
     ],
     ids=["ours", "switched off", "another quantisation", "the user's own"],
 )
-def test_chosen_only_where_the_model_is_ours(options, step, chosen, folder, monkeypatch):
-    monkeypatch.setenv("OSS_FUSED_STEP", step)
-    config = vllm_config(folder, **options)
+def test_chosen_only_where_the_model_is_ours(options, short, chosen, folder):
+    config = vllm_config(folder, additional_config={"oss_fused": {"short_step": short}}, **options)
     assert config.scheduler_config.scheduler_cls == chosen
     assert config.structured_outputs_config.reasoning_parser == "openai_gptoss", "vLLM's settings"
-    shorten_steps(config)
+    prepare_server(config)
     assert config.scheduler_config.scheduler_cls == chosen

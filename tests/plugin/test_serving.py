@@ -88,12 +88,15 @@ def test_options_of_the_command_line(tmp_path, engine):
     assert_agrees(served.generate(), folder, ignore=kept, inputs=None)
 
 
-@pytest.mark.parametrize(("models", "amx"), [("0", False), ("1", True)])
-def test_gpt_oss_online_mxfp4(models, amx, tmp_path, engine, monkeypatch):
-    monkeypatch.setenv("OSS_FUSED_MODELS", models)
+@pytest.mark.parametrize(("fused", "amx"), [(False, False), (True, True)])
+def test_gpt_oss_online_mxfp4(fused, amx, tmp_path, engine, monkeypatch):
     tell_vllm(monkeypatch, amx)
     folder = build(tmp_path / "bf16", "gpt_oss")
-    served = engine(to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss")), quantization="oss_fp8")
+    options = {"additional_config": {"oss_fused": {"fused_layers": fused}}}
+    checkpoint = to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss"))
+    served = engine(checkpoint, quantization="oss_fp8", **options)
+    block = served.model.model.layers[0]
+    assert type(block).__name__ == ("OssTransformerBlock" if fused else "TransformerBlock")
     assert type(served.model.lm_head.quant_method).__name__ == "OssFp8LinearMethod"
     if not torch.cuda.is_available():
         experts = served.model.model.layers[0].mlp.experts.routed_experts
@@ -101,11 +104,14 @@ def test_gpt_oss_online_mxfp4(models, amx, tmp_path, engine, monkeypatch):
     assert_agrees(served.generate(), folder, ignore=(), experts="mxfp4")
 
 
-def test_gpt_oss_in_our_expert_kernel(tmp_path, engine, monkeypatch):
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", "oss")
+NATIVE = {"additional_config": {"oss_fused": {"expert_kernels": "native"}}}
+
+
+def test_gpt_oss_in_our_expert_kernel(tmp_path, engine):
+    """The options of serving hold for a calibrated checkpoint too."""
     folder = build(tmp_path / "bf16", "gpt_oss")
     checkpoint = build(tmp_path / "fp8", "gpt_oss")
-    served = engine(calibrate(checkpoint, ignore=(), experts="mxfp4"))
+    served = engine(calibrate(checkpoint, ignore=(), experts="mxfp4"), **NATIVE)
     experts = served.model.model.layers[0].mlp.experts.routed_experts
     assert type(experts.quant_method).__name__ == "OssMxfp4MoEMethod"
     before = served.generate()
@@ -118,11 +124,10 @@ def test_gpt_oss_in_our_expert_kernel(tmp_path, engine, monkeypatch):
     ("options", "match"),
     [({"moe_backend": "marlin"}, "--moe-backend marlin"), ({"enable_lora": True}, "LoRA")],
 )
-def test_our_expert_kernel_refuses(options, match, tmp_path, engine, monkeypatch):
-    monkeypatch.setenv("OSS_FUSED_EXPERTS", "oss")
+def test_our_expert_kernel_refuses(options, match, tmp_path, engine):
     folder = to_mxfp4(build(tmp_path, "gpt_oss"))
     with pytest.raises(BackendUnavailableError, match=match):
-        engine(folder, quantization="oss_fp8", **options)
+        engine(folder, quantization="oss_fp8", **options, **NATIVE)
 
 
 @pytest.mark.parametrize("experts", ["keep", "fp8"])

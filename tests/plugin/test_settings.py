@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from oss_fused import envs
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import FP8_DYNAMIC, FP8_STATIC, W8A16
-from oss_fused.quant.settings import OnlineOptions, from_checkpoint, online, with_options
+from oss_fused.quant.settings import (
+    OnlineOptions,
+    ServingOptions,
+    from_checkpoint,
+    online,
+    with_options,
+)
 from tests.plugin.conftest import KV_SCHEME, scheme
 
 CALIBRATED = {
@@ -96,6 +108,92 @@ def test_experts_option():
         with_options(from_checkpoint({"quant_method": "mxfp4"}), {"experts": "fp8"})
 
 
-def test_options_of_a_calibrated_checkpoint_are_refused():
-    with pytest.raises(SchemeError, match="fixes its own"):
-        with_options(from_checkpoint(CALIBRATED), {"lm_head": True})
+def test_options_that_a_calibrated_checkpoint_fixes_are_refused():
+    with pytest.raises(SchemeError, match="fixes its own.*expected none of lm_head"):
+        with_options(from_checkpoint(CALIBRATED), {"lm_head": True, "short_step": False})
+
+
+def test_options_of_serving_hold_for_every_checkpoint():
+    raw = {"expert_kernels": "vllm", "monitor_every": 7}
+    for checkpoint in (CALIBRATED, {"quant_method": "mxfp4"}, {"quant_method": "oss_fp8"}):
+        settings = from_checkpoint(checkpoint)
+        assert settings.serving == ServingOptions()
+        parsed = with_options(settings, raw)
+        assert parsed.serving == ServingOptions(expert_kernels="vllm", monitor_every=7)
+        assert parsed.model_copy(update={"serving": ServingOptions()}) == settings
+    both = with_options(online(OnlineOptions()), {"lm_head": True, "fused_layers": False})
+    assert both.lm_head and not both.serving.fused_layers
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"expert_kernel": "vllm"}, "no option 'expert_kernel'; expected some of .*expert_kernels"),
+        ({"expert_kernels": "oss"}, "expert_kernels='oss': .*'auto', 'native' or 'vllm'"),
+        ({"short_step": "no"}, "short_step='no': .*boolean"),
+        ({"monitor_every": -1}, "monitor_every=-1: .*greater than or equal to 0"),
+        ({"monitor_every": True}, "monitor_every=True: .*integer"),
+        ({"monitor_policy": 3}, "monitor_policy=3: .*string"),
+    ],
+)
+def test_bad_options_of_serving(raw, message):
+    with pytest.raises(SchemeError, match=message):
+        with_options(from_checkpoint(CALIBRATED), raw)
+
+
+def test_serving_options_come_from_the_command_line_only():
+    with pytest.raises(SchemeError, match="short_step"):
+        from_checkpoint({"quant_method": "oss_fp8", "short_step": False})
+
+
+def test_every_option_is_documented_and_no_name_is_used_twice():
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
+    fields = {**OnlineOptions.model_fields, **ServingOptions.model_fields}
+    assert len(fields) == len(OnlineOptions.model_fields) + len(ServingOptions.model_fields)
+    assert fields.keys() <= rows.keys()
+    for name, field in ServingOptions.model_fields.items():
+        text = json.dumps(field.default).strip('"').replace("null", "none")
+        assert rows[name].replace("`", "").split(", ")[0] == text
+    assert set(envs.VARIABLES) <= rows.keys() and len(envs.VARIABLES) <= 4
+    assert set(envs.MOVED.values()) <= set(ServingOptions.model_fields)
+
+
+def test_vllm_takes_each_option_as_a_flag():
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--additional-config", type=json.loads)
+    flags = ["expert_kernels=vllm", "monitor_every=20", "short_step=false"]
+    args = parser.parse_args([f"--additional-config.oss_fused.{flag}" for flag in flags])
+    parsed = with_options(from_checkpoint(CALIBRATED), args.additional_config["oss_fused"])
+    assert parsed.serving == ServingOptions(
+        expert_kernels="vllm", monitor_every=20, short_step=False
+    )
+
+
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["layers", "attention", "rope", "state"]),
+        ({"fused_layers": False}, ["attention", "state"]),
+        ({"attention_kernels": "vllm"}, ["layers", "rope", "state"]),
+        ({"short_step": False}, ["layers", "attention", "rope"]),
+    ],
+)
+def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatch):
+    from oss_fused.plugin import model_state, models
+
+    done = []
+    names = {"fuse_decoder_layers": "layers", "adopt_attention": "attention", "fuse_rope": "rope"}
+    for name, short in names.items():
+        monkeypatch.setattr(models, name, lambda *_, short=short: done.append(short))
+    monkeypatch.setattr(model_state, "brings_state", lambda model: done.append("state"))
+    settings = with_options(from_checkpoint(CALIBRATED), options)
+    model = SimpleNamespace(model=SimpleNamespace(layers=[]))
+    quant_config = SimpleNamespace(settings=settings)
+    config = SimpleNamespace(quant_config=quant_config, use_v2_model_runner=v2)
+    models._OssModel._adopt(model, config)
+    assert done == [name for name in expected if v2 or name != "state"]
+    assert model.options == settings.serving

@@ -79,6 +79,9 @@ def test_unknown_setting_is_a_warning(monkeypatch) -> None:
     monkeypatch.setenv("OSS_FUSED_BACKENDS", "torch")
     check = preflight.check_settings()
     assert check.status == "warn" and "OSS_FUSED_BACKENDS" in check.detail
+    monkeypatch.setenv("OSS_FUSED_MONITOR", "10")
+    check = preflight.check_settings()
+    assert check.status == "warn" and "option monitor_every" in check.detail
 
 
 @pytest.mark.skipif(GPU, reason="this machine has a GPU")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import harness.tutorial_target  # noqa: F401  adds the target "matmul"
 import pytest
 import torch
 from harness import tutorial_matmul as steps

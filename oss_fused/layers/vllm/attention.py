@@ -5,7 +5,7 @@ A decode batch has one token per sequence. It runs ``torch.ops.oss_fused.decode_
 launch, where FlashAttention 3 takes three at short context. Prefill and mixed batches run
 FlashAttention, and so does what the kernel lacks: soft cap, ALiBi, context parallelism, prefix-LM
 masks. Metadata, cache layout and cache writes are vLLM's in both cases, so each batch can choose.
-OSS_FUSED_ATTENTION=vllm turns the native kernel off.
+The option attention_kernels="vllm" turns the native kernel off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused import envs
 
 FP8 = torch.float8_e4m3fn
 # positions up to which the kernel is faster with large FP8 heads
@@ -109,9 +108,7 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     The implementation object changes its class, because vLLM has no hook between a backend and
     its implementation. A new backend would lose the special cases that vLLM has for this name.
     """
-    parallel = vllm_config.parallel_config
-    overlapping = getattr(parallel, "use_ubatching", False)
-    if envs.get("OSS_FUSED_ATTENTION") == "vllm" or overlapping:
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
         return
     # a decode step has one token a sequence; CUDA graphs pad it, at most to this many
     rows = vllm_config.scheduler_config.max_num_batched_tokens

@@ -27,7 +27,6 @@ from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused import envs
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
 
 
@@ -155,8 +154,6 @@ def fuse_decoder_layers(layers: Iterable[nn.Module]) -> None:
     A built layer changes its class rather than being built again: vLLM's model classes name
     their layer classes in different ways, and the forms differ in ``forward`` alone.
     """
-    if envs.get("OSS_FUSED_MODELS") == "0":
-        return
     for layer in layers:
         fused = _FUSED.get(type(layer))
         if fused is not None:

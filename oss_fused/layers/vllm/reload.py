@@ -195,7 +195,7 @@ def _check_reaches(layer: Any, method: CheckedMethod) -> None:
             raise UnsupportedModelError(
                 f"{method.prefix!r}: the kernels of {type(method).__name__} keep {name!r} in a "
                 f"form of their own, which CUDA graphs would go on reading after a reload; "
-                f"expected OSS_FUSED_EXPERTS=oss, another --moe-backend, or a new engine"
+                f"expected expert_kernels='native', another --moe-backend, or a new engine"
             )
 
 

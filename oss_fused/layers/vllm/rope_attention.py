@@ -39,7 +39,6 @@ from vllm.utils.torch_utils import (
     is_quantized_kv_cache,
 )
 
-from oss_fused import envs
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
 
@@ -286,8 +285,6 @@ def fuse_rope(model: nn.Module, vllm_config: VllmConfig) -> None:
 
     Call ``adopt_attention`` first: only modules with an OssAttentionImpl allow it.
     """
-    if envs.get("OSS_FUSED_MODELS") == "0":
-        return
     dtype = vllm_config.model_config.dtype
     found = False
     modules: list[Any] = [m for m in model.modules() if type(m) in _FUSED]

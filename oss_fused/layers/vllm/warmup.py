@@ -130,7 +130,7 @@ def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None
         method.apply_monolithic(layer, x, logits)
 
     shape, kind = tuple(weight.shape), type(method)
-    # a layer that OSS_FUSED_MONITOR_POLICY keeps in 16 bits differs from others in large batches
+    # a layer that monitor_policy keeps in 16 bits differs from others in large batches
     large = method.variant(layer, limit)
     key = (kind, shape, experts, layer.top_k, layer.activation, dtype, weight.device, large)
     warm_batches(key, limit, functools.partial(method.variant, layer), run)

@@ -57,18 +57,6 @@ class LayerFigures:
     usual: float = 0.0
 
 
-def interval() -> int:
-    """Steps from one sample to the next; 0 if the monitor is off.
-
-    Raises:
-        SchemeError: OSS_FUSED_MONITOR is no such number.
-    """
-    text = envs.get("OSS_FUSED_MONITOR")
-    if not text.isdecimal():
-        raise SchemeError(f"OSS_FUSED_MONITOR={text!r}: expected a number of steps, or 0 for off")
-    return int(text)
-
-
 def share_folder() -> None:
     """Make the folder that all processes of the server use; in the one that starts the others."""
     if multiprocessing.parent_process() is not None and envs.get(_DIR):
@@ -90,21 +78,35 @@ def share_folder() -> None:
     atexit.register(remove)
 
 
+def _folder() -> Path:
+    if not envs.get(_DIR):
+        raise SchemeError(
+            f"{_DIR} is not set: the process that reads the options makes the folder, and those "
+            f"that it starts inherit the variable; expected it in this worker too"
+        )
+    return Path(envs.get(_DIR))
+
+
 def write_figures(rank: int, samples: int, bits16: int, layers: dict[str, LayerFigures]) -> None:
-    """Replace this rank's file; a reader never sees half of one."""
+    """Replace this rank's file; a reader never sees half of one.
+
+    Raises:
+        OSError: it cannot be written.
+        SchemeError: this process knows no folder.
+    """
     content = {
         "rank": rank,
         "samples": samples,
         "bits16": bits16,
         "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
     }
-    write_json(Path(envs.get(_DIR)) / f"rank{rank}.json", content)
+    write_json(_folder() / f"rank{rank}.json", content)
 
 
 def read_figures() -> list[dict[str, Any]]:
     """The files of all ranks."""
     figures = []
-    for path in sorted(Path(envs.get(_DIR)).glob("rank*.json")):
+    for path in sorted(_folder().glob("rank*.json")):
         # a file may go while we look, when the server ends
         with suppress(FileNotFoundError):
             figures.append(json.loads(path.read_text()))

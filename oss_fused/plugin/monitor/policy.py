@@ -11,27 +11,22 @@ import fcntl
 import json
 from pathlib import Path
 
-from oss_fused import envs
 from oss_fused.errors import SchemeError
 from oss_fused.files import write_json
 
 _KIND = "oss_fused.monitor_policy"
 
 
-def policy_path() -> Path | None:
-    """The file of OSS_FUSED_MONITOR_POLICY, None if it names none."""
-    name = envs.get("OSS_FUSED_MONITOR_POLICY")
-    return Path(name) if name else None
-
-
-def bits16_layers() -> dict[str, str]:
+def bits16_layers(policy: str | None) -> dict[str, str]:
     """Name (as in vLLM's model) -> reason of each layer in the file; empty if there is none.
+
+    Args:
+        policy: the option monitor_policy.
 
     Raises:
         SchemeError: the file is no policy.
     """
-    path = policy_path()
-    if path is None or not path.exists():
+    if not policy or not (path := Path(policy)).exists():
         return {}
     try:
         content = json.loads(path.read_text())
@@ -40,14 +35,14 @@ def bits16_layers() -> dict[str, str]:
             raise ValueError(f"kind={content['kind']!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SchemeError(
-            f"OSS_FUSED_MONITOR_POLICY={str(path)!r}: is no policy of the monitor ({error!r}); "
+            f"monitor_policy={policy!r}: is no policy of the monitor ({error!r}); "
             f'expected {{"kind": "{_KIND}", "layers": {{name: reason}}}}'
         ) from None
     return dict(layers)
 
 
-def add_layers(layers: dict[str, str]) -> None:
-    """Add ``layers`` to the file; reasons that it has already stay.
+def add_layers(policy: str, layers: dict[str, str]) -> None:
+    """Add ``layers`` to the file ``policy``; reasons that it has already stay.
 
     Ranks and servers may do so at once: none loses what another added.
 
@@ -55,13 +50,11 @@ def add_layers(layers: dict[str, str]) -> None:
         OSError: it cannot be written.
         SchemeError: it holds something else.
     """
-    path = policy_path()
-    if path is None:
-        return
+    path = Path(policy)
     path.parent.mkdir(parents=True, exist_ok=True)
     # the file itself is replaced, so that the lock lies on one beside it
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        known = bits16_layers()
+        known = bits16_layers(policy)
         if not layers.keys() <= known.keys():
             write_json(path, {"kind": _KIND, "layers": layers | known})

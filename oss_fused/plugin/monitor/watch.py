@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Watches the inputs of FP8 layers while a server runs: NaN and Inf, saturation, outliers.
 
-One step in OSS_FUSED_MONITOR is a sample. It runs outside CUDA graphs, so that operators run and
+One step in ``monitor_every`` is a sample. It runs outside CUDA graphs, so that operators run and
 call the observer. Each layer's largest magnitude per token goes into a row of a buffer on the
 device. After the step the buffer is copied to the host, where a thread evaluates it. All other
 steps only count. Every tensor-parallel rank samples the same step.
@@ -27,9 +27,10 @@ from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
-from oss_fused.plugin.monitor.metrics import LayerFigures, interval, write_figures
-from oss_fused.plugin.monitor.policy import add_layers, bits16_layers, policy_path
+from oss_fused.plugin.monitor.metrics import LayerFigures, write_figures
+from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
 from oss_fused.quant.formats import E4M3
+from oss_fused.quant.settings import ServingOptions
 
 # tokens of a step that are sampled: all of a decode step, some of a prefill step
 _ROWS = 256
@@ -47,7 +48,14 @@ logger = init_logger(__name__)
 class Statistics:
     """Figures of all layers, sample by sample; knows nothing of devices."""
 
-    def __init__(self, names: list[str], limits: list[float], rank: int, bits16: int = 0) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        limits: list[float],
+        rank: int,
+        bits16: int = 0,
+        policy: str | None = None,
+    ) -> None:
         """Start empty.
 
         Args:
@@ -55,12 +63,13 @@ class Statistics:
             limits: the magnitude at which each saturates; inf for scales taken while serving.
             rank: tensor-parallel.
             bits16: number of layers that run with 16-bit activations by policy.
+            policy: file that gets the layers that misbehave.
         """
         self.layers = {
             name: LayerFigures(saturated=None if limit == float("inf") else 0)
             for name, limit in zip(names, limits)
         }
-        self.bits16 = bits16
+        self.bits16, self.policy = bits16, policy
         # layers that have no form with 16-bit activations
         self.fp8_only: set[str] = set()
         self.limits, self.rank = limits, rank
@@ -87,8 +96,8 @@ class Statistics:
         write_figures(self.rank, self.samples, self.bits16, self.layers)
         bad = first | faults["saturation"] | faults["outliers"]
         bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
-        if bad and policy_path() is not None:
-            add_layers(bad)
+        if bad and self.policy:
+            add_layers(self.policy, bad)
 
     def _add_layer(
         self,
@@ -126,10 +135,10 @@ class Statistics:
             name, reason = next(iter(layers.items()))
             more = f", and {len(layers) - 1} other layers" if len(layers) > 1 else ""
             remedy = (
-                f"layers listed in {policy_path()} run with 16-bit activations from the next start"
-                if policy_path()
-                else "OSS_FUSED_MONITOR_POLICY=FILE would list such layers, and serve them with "
-                "16-bit activations from the next start"
+                f"layers listed in {self.policy} run with 16-bit activations from the next start"
+                if self.policy
+                else "the option monitor_policy names a file that would list such layers, and "
+                "serve them with 16-bit activations from the next start"
             )
             logger.warning(
                 "oss_fused monitor: %s at the input of %s: %s%s. Counted from here on in "
@@ -151,13 +160,13 @@ class Monitor:
         serving: start-up is over; the steps before it are made up.
     """
 
-    def __init__(self, every: int, rank: int) -> None:
+    def __init__(self, every: int, rank: int, policy: str | None = None) -> None:
         """Watch nothing yet."""
-        self.every, self.rank = every, rank
+        self.every, self.rank, self.policy = every, rank, policy
         self.sampling = self.serving = False
         self._steps = 0
         # as the layers were made: what the file gets from now on holds for the next start
-        self._bits16 = frozenset(bits16_layers())
+        self._bits16 = frozenset(bits16_layers(policy))
         self._index: dict[int, int] = {}
         self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
 
@@ -191,7 +200,8 @@ class Monitor:
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
-        self.statistics = Statistics(names, limits, self.rank, len(self._bits16 & set(names)))
+        bits16 = len(self._bits16 & set(names))
+        self.statistics = Statistics(names, limits, self.rank, bits16, self.policy)
         self.statistics.fp8_only = fp8_only
 
     def stop(self) -> None:
@@ -270,19 +280,19 @@ def current() -> Monitor | None:
     return _monitor
 
 
-def install(model: Any, vllm_config: VllmConfig) -> None:
-    """Watch ``model``, which has its weights, if OSS_FUSED_MONITOR says so."""
+def install(model: Any, vllm_config: VllmConfig, options: ServingOptions) -> None:
+    """Watch ``model``, which has its weights, if ``options`` say so."""
     global _monitor
-    every = interval()
+    every, policy = options.monitor_every, options.monitor_policy
     if not every:
         return
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         logger.warning("oss_fused monitor: is off with pipeline parallelism")
         return
-    if _monitor is None or _monitor.every != every:
+    if _monitor is None or (_monitor.every, _monitor.policy) != (every, policy):
         rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        _monitor = Monitor(every, rank)
+        _monitor = Monitor(every, rank, policy)
     _monitor.watch(model)
     for name in ("compute_logits", "compute_logits_local"):
         method = getattr(model, name, None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """MoE experts: which method runs them, and how each checkpoint layout is loaded.
 
-MXFP4 and FP8 experts run in native kernels (of this package) or in vLLM's. OSS_FUSED_EXPERTS
-chooses; a ``--moe-backend`` selects vLLM's. bf16 experts run in vLLM's kernels. ExpertsLoader loads
-the experts of gpt-oss. On a CPU, native means the reference twins: a checkpoint computes the same
-result on every processor.
+MXFP4 and FP8 experts run in native kernels (of this package) or in vLLM's. The option
+expert_kernels chooses; a ``--moe-backend`` selects vLLM's. bf16 experts run in vLLM's kernels.
+ExpertsLoader loads the experts of gpt-oss. On a CPU, native means the reference twins: a checkpoint
+computes the same result on every processor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.platforms import current_platform
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
 from oss_fused.kernels.moe.config import router_part
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
@@ -36,7 +35,7 @@ from oss_fused.layers.vllm.experts.loader import CheckedExperts, ExpertsLoader
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod, check_block_scales
 from oss_fused.layers.vllm.unquantized import OssUnquantizedMoEMethod
 from oss_fused.layers.vllm.warmup import warm_batches
-from oss_fused.quant.settings import Settings
+from oss_fused.quant.settings import ServingOptions, Settings
 
 # gated activations that FP8 experts may have
 _ACTIVATIONS = (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
@@ -57,7 +56,7 @@ class VllmMxfp4MoEMethod(CheckedExperts, GptOssMxfp4MoEMethod):
         except (NotImplementedError, ValueError) as error:
             raise BackendUnavailableError(
                 f"{prefix!r}: vLLM has no MXFP4 expert kernel that runs here with "
-                f"--moe-backend {moe.moe_backend} ({error}); expected OSS_FUSED_EXPERTS=auto and "
+                f"--moe-backend {moe.moe_backend} ({error}); expected expert_kernels='auto' and "
                 f"no --moe-backend"
             ) from error
 
@@ -113,12 +112,13 @@ def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> Fus
         prefix: the layer's name, for errors.
 
     Raises:
-        BackendUnavailableError: OSS_FUSED_EXPERTS asks for kernels that do not exist here.
+        BackendUnavailableError: the option expert_kernels asks for kernels that do not exist here.
         UnsupportedModelError: experts of this kind cannot be served.
     """
     moe, layout = layer.moe_config, settings.experts
     if layout == "fp8" or settings.quantize_experts:
-        return _fp8_method(layer, prefix, online=layout == "bf16")
+        kernels = settings.serving.expert_kernels
+        return _fp8_method(layer, prefix, online=layout == "bf16", kernels=kernels)
     if not isinstance(layer, GptOssRoutedExperts):
         if layout != "bf16":
             raise UnsupportedModelError(
@@ -128,10 +128,12 @@ def experts_method(layer: RoutedExperts, settings: Settings, prefix: str) -> Fus
         return OssUnquantizedMoEMethod(moe, prefix)
     if layout == "bf16":
         return VllmBf16MoEMethod(moe, prefix)
-    return _mxfp4_method(moe, prefix)
+    return _mxfp4_method(moe, prefix, settings.serving)
 
 
-def _fp8_method(layer: RoutedExperts, prefix: str, online: bool) -> FusedMoEMethodBase:
+def _fp8_method(
+    layer: RoutedExperts, prefix: str, online: bool, kernels: str
+) -> FusedMoEMethodBase:
     moe = layer.moe_config
     plain = layer.swiglu_limit is None and layer.swiglu_alpha is None and layer.swiglu_beta is None
     if layer.activation not in _ACTIVATIONS or not plain:
@@ -144,12 +146,12 @@ def _fp8_method(layer: RoutedExperts, prefix: str, online: bool) -> FusedMoEMeth
     routes = _routes_by_softmax(layer)
     if not routes:
         refusal = refusal or "a routing other than softmax and top-k"
-    native = _runs_native("FP8", moe, refusal)
+    native = _runs_native("FP8", moe, refusal, kernels)
     if current_platform.is_cpu():
         if not native:
             raise BackendUnavailableError(
                 f"{prefix!r}: vLLM has no kernel on a CPU for FP8 experts with a scale per row; "
-                f"expected OSS_FUSED_EXPERTS=auto and no --moe-backend"
+                f"expected expert_kernels='auto' and no --moe-backend"
             )
         _refuse_lora(moe, "fp8", prefix)
     return OssFp8MoEMethod(moe, prefix, online, routes, native)
@@ -174,30 +176,31 @@ def _shape_refusal(moe: FusedMoEConfig) -> str | None:
     return None
 
 
-def _runs_native(kind: str, moe: FusedMoEConfig, refusal: str | None) -> bool:
+def _runs_native(kind: str, moe: FusedMoEConfig, refusal: str | None, kernels: str) -> bool:
     """Whether a layer runs in the native kernel of that kind; ``refusal``: why it cannot, or None.
 
     On a CPU it does unless the user asks for vLLM's kernel.
 
     Raises:
-        BackendUnavailableError: OSS_FUSED_EXPERTS=oss asks for a kernel that cannot run it.
+        BackendUnavailableError: expert_kernels="native" asks for a kernel that cannot run it.
     """
-    choice = envs.get("OSS_FUSED_EXPERTS")
-    if choice == "oss" and refusal:
+    if kernels == "native" and refusal:
         raise BackendUnavailableError(
-            f"OSS_FUSED_EXPERTS=oss: our {kind} expert kernel does not run with {refusal}; "
-            f"expected auto or vllm"
+            f"expert_kernels='native': the native {kind} expert kernel does not run with "
+            f"{refusal}; expected 'auto' or 'vllm'"
         )
     if current_platform.is_cpu():
-        return choice != "vllm" and moe.moe_backend == "auto"
-    return choice == "oss" or (choice == "auto" and _native_is_faster() and not refusal)
+        return kernels != "vllm" and moe.moe_backend == "auto"
+    return kernels == "native" or (kernels == "auto" and _native_is_faster() and not refusal)
 
 
-def _mxfp4_method(moe: FusedMoEConfig, prefix: str) -> FusedMoEMethodBase:
-    native = _runs_native("MXFP4", moe, _kernel_refusal(moe))
+def _mxfp4_method(moe: FusedMoEConfig, prefix: str, options: ServingOptions) -> FusedMoEMethodBase:
+    native = _runs_native("MXFP4", moe, _kernel_refusal(moe), options.expert_kernels)
     if current_platform.is_cpu():
         _refuse_lora(moe, "mxfp4", prefix)
-    return OssMxfp4MoEMethod(moe, prefix) if native else VllmMxfp4MoEMethod(moe, prefix)
+    if native:
+        return OssMxfp4MoEMethod(moe, prefix, options.expert_activations)
+    return VllmMxfp4MoEMethod(moe, prefix)
 
 
 def _native_is_faster() -> bool:

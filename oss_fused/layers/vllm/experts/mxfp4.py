@@ -20,7 +20,6 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused import envs
 from oss_fused.kernels.moe.config import mxfp4_variant
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.layers.vllm.checks import check_mxfp4_scale
@@ -31,23 +30,29 @@ from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 # rows of a weight are packed in groups of this many
 _ROW_GROUP = 64
-# OSS_FUSED_EXPERT_ACTIVATIONS -> smallest step, in tokens, with FP8 activations; -1: none.
+# option expert_activations -> smallest step, in tokens, with FP8 activations; -1: none.
 # The step counts the tokens of all data-parallel ranks, prompt and decode alike, and the choice
 # holds for all of them: a CUDA graph is recorded per number of tokens and cannot tell them apart.
 # docs/moe.md shows the cost in quality and the gain in time
-_FP8_MIN_TOKENS = {"auto": 512, "exact": -1, "fp8": 256}
+_FP8_MIN_TOKENS = {"auto": 512, "bf16": -1, "fp8": 256}
 
 
 class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
     """Routing, both products and the weighted sum of one gpt-oss layer, in native kernels."""
 
-    def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
-        """Make the method of one layer; ``prefix`` is its name, for errors."""
+    def __init__(self, moe: FusedMoEConfig, prefix: str, activations: str = "auto") -> None:
+        """Make the method of one layer.
+
+        Args:
+            moe: vLLM's description of the layer.
+            prefix: its name, for errors.
+            activations: the option expert_activations.
+        """
         super().__init__(moe)
         self.prefix = prefix
         self.on_cpu = current_platform.is_cpu()
         self.max_tokens = max_routed_tokens(moe)
-        self.fp8_min_tokens = _FP8_MIN_TOKENS[envs.get("OSS_FUSED_EXPERT_ACTIVATIONS")]
+        self.fp8_min_tokens = _FP8_MIN_TOKENS[activations]
 
     @property
     def is_monolithic(self) -> bool:
