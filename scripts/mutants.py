@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.summary import merge_summary
+from harness.warm_pytest import TIMED_OUT, WarmPytest
 
 from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.files import write_json
@@ -49,6 +49,18 @@ SOURCES = ("oss_fused", "scripts", "tests", "deploy")
 BESIDE = ("docs", ".ci", ".dockerignore", "Makefile", "README.md", "pyproject.toml", "LICENSE")
 # pytest's exit code for failed tests; the others say that the tests did not run
 TESTS_FAILED = 1
+# what most tests import
+MODULES = ("pytest", "torch", "transformers", "hypothesis", "safetensors.torch")
+# on a GPU vLLM's import may start CUDA, which no fork survives
+MODULES_WITHOUT_GPU = ("triton", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
+# what tests/conftest.py and tests/plugin/conftest.py set before these imports
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+    # no byte code: a mutant of the same size, written in the same second, would run the old one
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 class MutantError(ValueError):
@@ -206,18 +218,21 @@ def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int
     print(f"{len(mutants)} mutants, {len(todo)} to run", file=sys.stderr)
     if not todo:
         return
-    with tempfile.TemporaryDirectory(prefix="oss-fused-mutants-") as folder:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        green: set[tuple[str, ...]] = set()
+    modules = MODULES if has_gpu() else (*MODULES, *MODULES_WITHOUT_GPU)
+    with tempfile.TemporaryDirectory(prefix="oss-fused-mutants-") as folder, ExitStack() as ends:
+        workers: SimpleQueue[Worker] = SimpleQueue()
         for i in range(jobs):
-            copies.put(_copy(Path(folder) / str(i)))
+            worker = Worker(_copy(Path(folder) / str(i)), timeout, modules)
+            ends.callback(worker.close)
+            workers.put(worker)
+        green: set[tuple[str, ...]] = set()
 
         def in_copy(mutant: Mutant) -> tuple[Mutant, str, float, str]:
-            copy = copies.get()
+            worker = workers.get()
             try:
-                return mutant, *run_one(mutant, copy, timeout, green)
+                return mutant, *run_one(mutant, worker, green)
             finally:
-                copies.put(copy)
+                workers.put(worker)
 
         with ThreadPoolExecutor(jobs) as pool:
             for i, (mutant, outcome, seconds, tail) in enumerate(pool.map(in_copy, todo), 1):
@@ -233,44 +248,50 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def run_one(
-    mutant: Mutant, copy: Path, timeout: int, green: set[tuple[str, ...]]
-) -> tuple[str, float, str]:
+class Worker:
+    """A copy of the checkout and a process that runs its tests."""
+
+    def __init__(self, copy: Path, timeout: int, modules: Sequence[str]) -> None:
+        """``timeout``: seconds for one run of tests; ``modules``: what to import once for all."""
+        self.copy = copy
+        self.timeout = timeout
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(copy)}
+        if not has_gpu():
+            environment["TRITON_INTERPRET"] = "1"
+        self._pytest = WarmPytest(modules, environment)
+        self.close = self._pytest.close
+
+    def run(self, tests: Sequence[str]) -> tuple[int, str]:
+        """Exit code and the end of the output of ``tests``; a hang counts as a failure."""
+        options = ["-x", "-q", "-p", "no:cacheprovider"]
+        code, output = self._pytest.run([*options, *tests], self.copy, self.timeout)
+        if code == TIMED_OUT:
+            return TESTS_FAILED, f"FAILED no end after {self.timeout} s"
+        return code, "\n".join(output.splitlines()[-25:])
+
+
+def run_one(mutant: Mutant, worker: Worker, green: set[tuple[str, ...]]) -> tuple[str, float, str]:
     """Outcome (caught, survived, broken), seconds and the end of the output of one mutant.
 
     ``green``: tests that passed without a change; the mutant's tests join it.
     """
     began = time.monotonic()
     if mutant.tests not in green:
-        code, tail = pytest(mutant.tests, copy, timeout)
+        code, tail = worker.run(mutant.tests)
         if code != 0:
             return "broken", time.monotonic() - began, f"red without the change:\n{tail}"
         green.add(mutant.tests)
-    file = copy / mutant.file
+    file = worker.copy / mutant.file
     right = file.read_text()
     try:
         file.write_text(right.replace(mutant.old, mutant.new))
-        code, tail = pytest(mutant.tests, copy, timeout)
+        code, tail = worker.run(mutant.tests)
     finally:
         file.write_text(right)
     outcome = {0: "survived", TESTS_FAILED: "caught"}.get(code, "broken")
     if outcome == "caught" and not re.search(r"^FAILED ", tail, re.MULTILINE):
         outcome = "broken"  # an error in a fixture or while collecting is no failed test
     return outcome, time.monotonic() - began, tail
-
-
-def pytest(tests: Sequence[str], copy: Path, timeout: int) -> tuple[int, str]:
-    """Exit code and the end of the output of ``tests`` in ``copy``; a hang counts as a failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    # no byte code: a mutant of the same size, written in the same second, would run the old one
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        return TESTS_FAILED, f"FAILED no end after {timeout} s"
-    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
 
 
 def report(chosen: Sequence[Mutant], results: Results, args: argparse.Namespace) -> int:

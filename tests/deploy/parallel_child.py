@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Continues prompts greedily with an engine of its own; `tests.deploy.parallel` starts it.
 
-python -m tests.deploy.parallel_child OPTIONS PROMPTS, both JSON; prints "RESULT" and an answer a
-prompt.
+python -m tests.deploy.parallel_child OPTIONS PROMPTS, both JSON; prints "RESULT" and an answer per
+prompt. OPTIONS are vllm.LLM's, and `reload`: a checkpoint whose weights the engine loads before it
+answers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def main() -> None:
     from vllm import LLM
 
     options, prompts = map(json.loads, sys.argv[1:])
-    for answer in complete(LLM(**(OPTIONS | options)), prompts):
+    other = options.pop("reload", None)
+    llm = LLM(**(OPTIONS | options))
+    if other is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+    for answer in complete(llm, prompts):
         print("RESULT", json.dumps(answer))
 
 

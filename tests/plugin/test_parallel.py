@@ -26,10 +26,13 @@ def make(family, folder):
     return calibrate(build(folder, family), inputs="tensor", input_scale=0.05)
 
 
-@pytest.mark.skipif(
+long_test = pytest.mark.skipif(
     "OSS_FUSED_LONG_TESTS" not in os.environ,
     reason="some minutes, which CI's twenty lack; OSS_FUSED_LONG_TESTS=1 runs it",
 )
+
+
+@long_test
 @pytest.mark.parametrize(
     "family,layouts", [("gpt_oss", ("tp2", "ep2", "dp2_ep")), ("llama", ("tp2", "pp2"))]
 )
@@ -48,6 +51,21 @@ def test_two_ranks_answer_as_one(family, layouts, tmp_path, engine):
         assert isinstance(answers, list), (layout, answers)
         distance = from_one_rank(answers, single)
         assert distance["agrees"], (layout, distance)
+
+
+@long_test
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+def test_two_ranks_reload_as_they_load(family, tmp_path):
+    """Two ranks that reload answer bit for bit as two ranks that start with the new weights."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, spread in zip(folders, (0.06, 0.04)):
+        build(folder, family, initializer_range=spread)
+        to_mxfp4(folder) if family == "gpt_oss" else calibrate(folder)
+    options = {"quantization": "oss_fp8", **LAYOUTS["tp2"]}
+    old, fresh = (run(folder, options, PROMPTS, 600) for folder in folders)
+    reloaded = run(folders[0], options | {"reload": str(folders[1])}, PROMPTS, 600)
+    assert isinstance(reloaded, list), reloaded
+    assert reloaded == fresh != old
 
 
 def test_distance_is_seen():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,9 +64,17 @@ def copy(tmp_path: Path) -> Path:
         "import module\n\n"
         "def test_right():\n    assert module.double(3) == 6\n\n"
         "def test_blind():\n    assert module.double(0) == 0\n\n"
-        "def test_red():\n    assert False\n"
+        "def test_red():\n    assert False\n\n"
+        "def test_long():\n    import time\n    time.sleep(60)\n"
     )
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mutants.Worker]:
+    worker = mutants.Worker(tmp_path_factory.mktemp("copy"), 60, modules=["pytest"])
+    yield worker
+    worker.close()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +87,17 @@ def copy(tmp_path: Path) -> Path:
         ("test_nowhere", "3 * x", "broken"),
     ],
 )
-def test_outcomes(copy: Path, test: str, new: str, outcome: str) -> None:
+def test_outcomes(worker: mutants.Worker, copy: Path, test: str, new: str, outcome: str) -> None:
     mutant = mutants.Mutant("a", "m", "module.py", "2 * x", new, ("tests/test_it.py", "-k", test))
-    assert mutants.run_one(mutant, copy, 60, set())[0] == outcome
+    worker.copy = copy
+    assert mutants.run_one(mutant, worker, set())[0] == outcome
     assert "2 * x" in (copy / "module.py").read_text()
+
+
+def test_a_hang_is_ended_and_counts_as_caught(worker: mutants.Worker, copy: Path) -> None:
+    worker.copy, worker.timeout = copy, 1
+    code, tail = worker.run(["tests/test_it.py", "-k", "test_long"])
+    assert code == mutants.TESTS_FAILED and tail == "FAILED no end after 1 s"
 
 
 def test_results_of_other_sources_are_run_again(
