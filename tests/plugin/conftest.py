@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import json
 import os
@@ -280,6 +282,30 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def _spare_the_imports() -> None:
+    """Take what vLLM imports out of later garbage collections, most of an engine's start and end.
+
+    vLLM freezes and unfreezes the heap around each engine, which would undo this.
+    """
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    # Triton's binding reports objects that are never collected as leaks
+    atexit.register(gc.unfreeze)
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+@functools.cache
+def _keep_kernel_overrides() -> None:
+    """The first engine puts its CPU kernels into every module; the next ones need no search."""
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.register_kernels = lambda overrides: None
+
+
 class Engine:
     """vllm.LLM in this process."""
 
@@ -287,6 +313,7 @@ class Engine:
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        _spare_the_imports()
         # an engine that failed half way leaves its process groups behind
         cleanup_dist_env_and_memory()
         # numba's (n-gram speculation imports it) holds an object that answers to any attribute,
@@ -294,6 +321,7 @@ class Engine:
         ffi = sys.modules.pop("llvmlite.binding.ffi", None)
         try:
             self.llm = LLM(model=str(folder), **(DEFAULTS | options))
+            _keep_kernel_overrides()
         finally:
             if ffi is not None:
                 sys.modules["llvmlite.binding.ffi"] = ffi
