@@ -12,9 +12,10 @@ comparison:
       --output docs/results/h200/decode_gpt_oss_20b --summary docs/results/h200/summary.json
 
 An arm is NAME=[VARIABLE=VALUE ...] MODEL [engine flags as of `vllm serve`]; the last is compared
-with the faster of the others, or of --baseline. The folder gets results.json, report.md,
-profile.png and profiles.json (every launch recorded). Exit codes: 0 measured, 1 an engine failed,
-2 bad arguments.
+with the faster of the others, or of --baseline. The folder gets results.json, report.html,
+report.md with its charts, and profiles.json (every launch).
+
+Exit codes: 0 measured, 1 an engine failed, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Terminated) as error:
         print(f"bench_decode: stopped by {type(error).__name__}", file=sys.stderr)
         return 130
-    print(f"\n{decode_report.markdown(results)}", file=sys.stderr)
+    print(f"\n{decode_report.make_report(results, draw=False).text()}", file=sys.stderr)
     return 0
 
 
@@ -207,9 +208,7 @@ def write(
         write_json(folder / "profiles.json", profiles)
     results = portable(results)
     write_json(folder / "results.json", results)
-    (folder / "report.md").write_text(decode_report.markdown(results))
-    if any(profile["steps"] for profile in results["profiles"]):
-        decode_report.draw_chart(results, folder / "profile.png")
+    decode_report.render(results, folder)
     if args.summary:
         summary.merge_summary(args.summary, named(results), folder / "results.json")
 

@@ -9,6 +9,7 @@ Writes FOLDER/library.json, the suite's reports FOLDER/library-suite.{json,md,ht
 figures into FOLDER/summary.json.
 
     python scripts/bench_library.py --output docs/results/h200 --chapter docs/matmul-in-steps.md
+    python scripts/bench_library.py --output docs/results/h200 --render     # reports of saved rows
     TRITON_INTERPRET=1 python scripts/bench_library.py --device cpu --rehearse --output /tmp/out
 
 Exit codes: 0 ok, 1 a kernel was wrong or failed, 2 bad input.
@@ -17,6 +18,7 @@ Exit codes: 0 ok, 1 a kernel was wrong or failed, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ from harness.tuning_figures import (
     write_figures,
 )
 
-from oss_fused.bench.suite import BenchmarkSuite
+from oss_fused.bench.roofline import Ceilings
+from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
+from oss_fused.bench.suite_report import make_report
 from oss_fused.errors import OssFusedError
 from oss_fused.tuning.cache import TuningCache
 
@@ -58,9 +62,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--targets", nargs="+", choices=TUNED, default=list(TUNED))
     parser.add_argument("--chapter", type=Path, help="page whose measured table to rewrite")
+    parser.add_argument(
+        "--render", action="store_true", help="measure nothing: redo the suite's reports"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes: proves the way only")
     args = parser.parse_args(argv)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
+    if args.device.startswith("cuda") and not args.render and not torch.cuda.is_available():
         parser.error("--device: no GPU here; --device cpu --rehearse needs none")
     if args.rehearse and "tuning" in args.parts and not args.device.startswith("cuda"):
         # hundreds of configs under the interpreter take hours
@@ -128,9 +135,22 @@ class Run:
             self.suite.save_report(self.args.output / f"library-suite{suffix}")
 
 
+def render(folder: Path) -> None:
+    """Write the suite's reports again, from its JSON in ``folder``."""
+    saved = json.loads((folder / "library-suite.json").read_text())
+    rows = [BenchmarkRow(**row) for row in saved["rows"]]
+    report = make_report(rows, Ceilings(**saved["ceilings"]))
+    (folder / "library-suite.md").write_text(report.markdown(folder, "library-suite-"))
+    (folder / "library-suite.html").write_text(report.html())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the parts; returns the exit code."""
-    run = Run(parse(argv))
+    args = parse(argv)
+    if args.render:
+        render(args.output)
+        return 0
+    run = Run(args)
     for part in PARTS:
         if part not in run.args.parts:
             continue

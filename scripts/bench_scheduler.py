@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from harness.folder import writable
 from harness.model_factory import get_shape, make_model
-from harness.report import table
 
+from oss_fused.bench.report import text_table
 from oss_fused.environment import fingerprint
 from oss_fused.files import write_json
 
@@ -161,7 +161,7 @@ def main() -> int:
         for load in loads
     ]
     header = ["requests x context", *(f"{arm}, ms a step (p90)" for arm in ARMS), "ratio"]
-    print(table(header, rows), file=sys.stderr)
+    print(text_table(header, rows), file=sys.stderr)
     return 0
 
 

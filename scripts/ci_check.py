@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.regression import Thresholds, append_history, compare_results, load_results
-from harness.regression_report import markdown_table, text_table, trend_plot
+from harness.regression_report import make_report, trend_chart
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -77,11 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(text_table(rows), file=sys.stderr, end="")
+    report = make_report(rows)
+    print(report.text(), file=sys.stderr, end="")
     if args.markdown:
-        args.markdown.write_text(markdown_table(rows))
+        args.markdown.write_text(report.markdown())
     if args.plot:
-        args.plot.write_bytes(trend_plot(runs))
+        args.plot.write_bytes(trend_chart(runs))
     failed = any(row.verdict.fails for row in rows)
     if args.adapt and not failed:
         changed = thresholds.adapt(results)

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: MIT
 """Serve models with `vllm serve`, measure each with `vllm bench serve`, and compare them.
 
-The first --arm is the baseline. An arm is NAME=MODEL with any `vllm serve` flags after it, and
+The first --arm is the baseline, or those of --baseline are: each figure is compared with the
+baseline that is best in it. An arm is NAME=MODEL with any `vllm serve` flags after it, and
 environment variables before the model:
 
   compare.py --arm bf16=models/M --arm "oss_fp8=models/M --quantization oss_fp8" --output results/m
   compare.py --arm "a=OSS_FUSED_BACKEND=torch M" --arm "b=OSS_FUSED_BACKEND=triton M" --output ...
 
-Writes results.json (every run, environment, settings), report.md, chart.png and server-logs.txt,
-all of them or none. What was measured before a server died, a signal came or anything else failed
-goes to OUTPUT.incomplete, with the cause; OUTPUT.unfinished.json has it after every run. Servers
-are stopped whatever happens. On a GPU, one start-up instead of
-several: --rounds 1 --repeats 3 --together --serve-flags="--cudagraph-capture-sizes 1 2 4 8 16 32".
+Writes results.json (every run, environment, settings), report.md with its charts, report.html and
+server-logs.txt, all of them or none. What was measured before a server died, a signal came or
+anything else failed goes to OUTPUT.incomplete, with the cause; OUTPUT.unfinished.json has it after
+every run. Servers are stopped whatever happens. On a GPU, one start-up instead of several:
+--rounds 1 --repeats 3 --together --serve-flags="--cudagraph-capture-sizes 1 2 4 8 16 32".
 
 Exit codes: 0 compared, 1 a server or something else failed, 2 bad arguments, 130 stopped by a
 signal.
@@ -27,11 +28,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import compare, report, summary
+from harness import compare, compare_report, summary
 from harness.folder import writable
 from harness.processes import Terminated, signals_as_exceptions
 
@@ -50,8 +51,9 @@ def main() -> int:
         if args.render:
             check_render(parser, args)
             folder = args.render
-            results = json.loads((folder / "results.json").read_text())
-            report.render(results, folder)
+            results = condensed(json.loads((folder / "results.json").read_text()))
+            write_json(folder / "results.json", results)
+            compare_report.render(results, folder)
         else:
             check(parser, args)
             folder, results = measure(args)
@@ -63,8 +65,8 @@ def main() -> int:
     except (KeyboardInterrupt, Terminated) as error:
         print(f"compare: stopped by {type(error).__name__}; servers ended", file=sys.stderr)
         return 130
-    print(report.markdown(results, chart=None), file=sys.stderr)
-    print(f"wrote {folder}/report.md and results.json", file=sys.stderr)
+    print(compare_report.make_report(results, draw=False).text(), file=sys.stderr)
+    print(f"wrote {folder}/report.html, report.md and results.json", file=sys.stderr)
     if "stopped" in results and not args.render:
         cause = f"{results['stopped']}: {results['failure']}"
         print(f"compare: stopped early by {cause}; servers ended", file=sys.stderr)
@@ -84,12 +86,19 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         type=argument(compare.parse_arm),
         metavar="ARM",
-        help='"NAME=[VAR=VALUE ...] MODEL [flags]"; the first is the baseline; repeat it',
+        help='"NAME=[VAR=VALUE ...] MODEL [flags]"; repeat it',
     )
+    add("--baseline", nargs="+", metavar="NAME", help="arms to compare with (default: the first)")
     add("--output", type=Path, help="folder for the results; must not exist")
     add("--overwrite", action="store_true", help="replace an earlier comparison in --output")
-    load = parser.add_argument_group("load")
-    add = load.add_argument
+    _add_load(parser.add_argument_group("load"))
+    _add_servers(parser.add_argument_group("servers"))
+    _add_results(parser.add_argument_group("results"))
+    return parser
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--concurrency",
         type=positive,
@@ -117,8 +126,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=2, help="times every arm is served (default: 2)")
     add("--repeats", type=positive, default=1, help="runs of the grid per round (default: 1)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    serve = parser.add_argument_group("servers")
-    add = serve.add_argument
+
+
+def _add_servers(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--together",
         action="store_true",
@@ -140,20 +151,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--port", type=int, help="first port (default: free ones)")
     add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
-    after = parser.add_argument_group("results")
-    add = after.add_argument
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--quality", type=Path, help="JSON of evaluate.py, to include in the report")
     add("--summary", type=Path, help="flat JSON to merge ratios into")
-    add("--summary-prefix", help="name before .ratio_c1 etc., such as main_job.gpt_oss_20b")
+    add("--summary-prefix", help="name before .tpot_ratio_c1 etc., such as main_job.gpt_oss_20b")
     add("--summary-key", default="ratio_c", help="name before the concurrency (default: ratio_c)")
-    add("--summary-arm", help="the arm of those ratios (default: the second)")
+    add("--summary-arm", help="the arm of those ratios (default: the first that is no baseline)")
     add(
         "--render",
         type=Path,
         metavar="FOLDER",
         help="measure nothing: redo report and chart of this folder, and --summary",
     )
-    return parser
 
 
 def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -185,10 +197,14 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--arm: names must differ, got {', '.join(names)}")
     if args.port is not None and not 0 < args.port <= 65535 - len(names):
         parser.error(f"--port {args.port}: expected 1 to {65535 - len(names)}")
-    if args.summary and (not args.summary_prefix or len(names) < 2):
-        parser.error("--summary: needs --summary-prefix and at least two arms")
-    if args.summary_arm and args.summary_arm not in names[1:]:
-        parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(names[1:])}")
+    args.baseline = args.baseline or names[:1]
+    if not set(args.baseline) <= set(names):
+        parser.error(f"--baseline {args.baseline}: expected some of {', '.join(names)}")
+    candidates = [name for name in names if name not in args.baseline]
+    if args.summary and (not args.summary_prefix or not candidates):
+        parser.error("--summary: needs --summary-prefix, and an arm that is no baseline")
+    if args.summary_arm and args.summary_arm not in candidates:
+        parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(candidates)}")
     check_json(parser, "--quality", args.quality, must_exist=True, key="texts")
     check_json(parser, "--summary", args.summary)
     try:
@@ -211,7 +227,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def is_comparison(folder: Path) -> bool:
     """Whether ``folder`` holds what a comparison writes, and nothing else."""
-    own = {"results.json", "report.md", "chart.png", "server-logs.txt"}
+    own = {*compare_report.FILES, *compare_report.CHARTS}
     try:
         found = json.loads((folder / "results.json").read_text())
         strange = {path.name for path in folder.iterdir()} - own
@@ -222,7 +238,9 @@ def is_comparison(folder: Path) -> bool:
 
 def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a usage error where --render cannot work."""
-    check_json(parser, "--render", args.render / "results.json", must_exist=True, key="cells")
+    check_json(
+        parser, "--render", args.render / "results.json", must_exist=True, key="measurements"
+    )
     check_json(parser, "--summary", args.summary)
     if args.summary and not args.summary_prefix:
         parser.error("--summary: needs --summary-prefix")
@@ -268,13 +286,13 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         "environment": fingerprint(),
         "settings": settings_of(args),
         "planned_arms": len(args.arm),
+        "baselines": args.baseline,
         "quality": json.loads(args.quality.read_text()) if args.quality else None,
     }
     unfinished = free_path(args.output, ".unfinished.json")
 
     def finished(measured: Mapping[str, Any]) -> dict[str, Any]:
-        cells = summary.condense(measured["measurements"], [arm.name for arm in args.arm])
-        return {**known, **measured, "cells": cells}
+        return condensed({**known, **measured}, [arm.name for arm in args.arm])
 
     def keep(measured: Mapping[str, Any]) -> None:
         try:
@@ -306,7 +324,7 @@ def write(output: Path, results: dict[str, Any], logs: Path) -> Path:
     try:
         if output.exists():
             output.rename(earlier)
-        report.write_folder(results, output, logs)
+        compare_report.write_folder(results, output, logs)
     except BaseException:
         if earlier.exists() and not output.exists():
             earlier.rename(output)
@@ -323,6 +341,15 @@ def free_path(output: Path, suffix: str) -> Path:
     return next(path for name in names if not (path := output.with_name(name)).exists())
 
 
+def condensed(results: dict[str, Any], arms: Sequence[str] = ()) -> dict[str, Any]:
+    """``results`` with their "cells"; ``arms`` is for those of which not all have started."""
+    names, baselines = list(arms or results["arms"]), results.get("baselines", ())
+    cells = []
+    if len(names) == results.get("planned_arms", len(names)):
+        cells = summary.condense(results["measurements"], names, baselines)
+    return results | {"cells": cells}
+
+
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of the measurement, JSON-ready."""
     names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "together", "seed")
@@ -333,7 +360,8 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
     """Merge the ratios into --summary, if given."""
     if not args.summary:
         return
-    arm = args.summary_arm or list(results["arms"])[1]
+    baselines = results.get("baselines") or list(results["arms"])[:1]
+    arm = args.summary_arm or next(name for name in results["arms"] if name not in baselines)
     figures = summary.named_ratios(results["cells"], arm, args.summary_prefix, args.summary_key)
     summary.merge_summary(args.summary, figures, file)
     for name, figure in figures.items():

@@ -43,7 +43,7 @@ def main() -> int:
     print(
         f"done in {(time.monotonic() - start) / 60:.1f} minutes\n"
         f"  report   {results / 'compare' / 'report.md'}\n"
-        f"  chart    {results / 'compare' / 'chart.png'}\n"
+        f"  page     {results / 'compare' / 'report.html'}\n"
         f"  quality  {results / 'quality.json'}\n"
         f"  serve it yourself:  .venv/bin/vllm serve {args.models}/SmolLM2-135M-Instruct-oss-fp8",
         file=sys.stderr,

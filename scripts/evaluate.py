@@ -20,12 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import evaluate, report, summary
+from harness import evaluate, summary
 from harness.compare import Arm, check_model, parse_arm
 from harness.folder import writable
 from harness.needle import make_needles
 from harness.processes import Terminated
+from harness.quality_report import add_quality
 
+from oss_fused.bench.report import Report
 from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
@@ -64,7 +66,9 @@ def main() -> int:
     except (KeyboardInterrupt, Terminated) as error:
         print(f"evaluate: stopped by {type(error).__name__}", file=sys.stderr)
         return 130
-    print(f"\n{report.quality_table(results)}\n\nwrote {args.output}", file=sys.stderr)
+    report = Report("Quality")
+    add_quality(report, results)
+    print(f"\n{report.text()}\nwrote {args.output}", file=sys.stderr)
     return 0
 
 

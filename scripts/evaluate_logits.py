@@ -35,8 +35,8 @@ from harness import processes, summary
 from harness.compare import CPU_ENVIRONMENT, check_model, parse_arm
 from harness.decode_limits import load_config
 from harness.folder import writable
-from harness.report import table
 
+from oss_fused.bench.report import text_table
 from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import ServerError
 from oss_fused.files import write_json
@@ -166,7 +166,7 @@ def show(figures: dict[str, Any]) -> str:
         for dtype, passes in by_dtype.items()
         for name, f in passes.items()
     ]
-    return table(["arm", "reference", "pass", "KL", "KL p99", "same top token"], rows)
+    return text_table(["arm", "reference", "pass", "KL", "KL p99", "same top token"], rows)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
 from oss_fused.bench.implementations import implementations
+from oss_fused.bench.report import Report
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
@@ -292,9 +293,12 @@ class BenchmarkSuite:
 
     def generate_report(self) -> str:
         """The rows as text for people, grouped by operation."""
-        from oss_fused.bench.suite_report import text_report
+        return self._report(draw=False).text()
 
-        return text_report(self.rows, self.ceilings)
+    def _report(self, draw: bool = True) -> Report:
+        from oss_fused.bench.suite_report import make_report
+
+        return make_report(self.rows, self.ceilings, draw)
 
     def results(self) -> dict[str, Any]:
         """Rows, ceilings and the environment's fingerprint, JSON-ready."""
@@ -315,28 +319,21 @@ class BenchmarkSuite:
     def save_report(self, path: str | Path) -> Path:
         """Write the report; the suffix decides: .json, .md, .html or .txt.
 
-        A Markdown report puts its plots beside it, as ``<name>-<plot>.png``.
+        A Markdown report puts its charts beside it, as ``<name>-<chart>.png``.
 
         Raises:
             SchemeError: another suffix.
         """
-        from oss_fused.bench.suite_report import html_report, markdown_report, plots
-
         path = Path(path)
-        drawn = (self.rows, self.ceilings, self.points)
         writers: dict[str, Callable[[], str]] = {
             ".json": lambda: json.dumps(self.results(), indent=1) + "\n",
-            ".md": lambda: markdown_report(self.rows, self.ceilings, images),
-            ".html": lambda: html_report(*drawn),
+            ".md": lambda: self._report().markdown(path.parent, f"{path.stem}-"),
+            ".html": lambda: self._report().html(),
             ".txt": self.generate_report,
         }
         if path.suffix not in writers:
             raise SchemeError(f"path={str(path)!r}: expected a suffix of {', '.join(writers)}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        images: dict[str, str] = {}
-        for name, png in plots(*drawn).items() if path.suffix == ".md" else ():
-            images[name] = f"{path.stem}-{name}.png"
-            path.with_name(images[name]).write_bytes(png)
         text = writers[path.suffix]()
         path.write_text(text)
         return path

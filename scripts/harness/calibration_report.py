@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Report of a calibration run: HTML in one file, Markdown with plots, trend file, thresholds.
+"""Report of a calibration run: HTML in one file, Markdown with charts, trend file, thresholds.
 
 Its input is calibration.json (quant.record) and, where the result was evaluated, the JSON of
 scripts/evaluate.py.
@@ -7,7 +7,6 @@ scripts/evaluate.py.
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -15,20 +14,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.calibration_page import HTML, MARKDOWN
-from harness.calibration_plots import plots, worst
+from harness.calibration_charts import draw, worst
+from harness.quality_report import add_quality
 from harness.regression import HISTORY_RUNS
-from harness.report import quality_table, table
+from oss_fused.bench.report import Report
 from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
 
 FOLDER = "report"
 _WORST = 10
 _HEADER = (
-    *("linear", "scheme", "weight", "output", "p50", "p90", "p99", "clipped", "KL"),
-    *("bytes before", "after"),
+    *("linear", "scheme", "weight error", "output error", "error p50", "error p90", "error p99"),
+    *("clipped", "KL, nats", "bytes before", "bytes after"),
 )
-_LAYER_HEADER = ("layer", "hidden states", "k_scale", "v_scale", "KV cache", "experts' tokens")
+_LAYER_HEADER = ("layer", "cumulative error", "k_scale", "v_scale", "KV cache", "tokens per expert")
 
 
 def figures_of(
@@ -116,7 +115,7 @@ def write_report(
     runs: Sequence[Mapping[str, Any]] = (),
     thresholds: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write report.html, report.md and its plots; without matplotlib there are no plots.
+    """Write report.html, report.md and its charts; without matplotlib there are no charts.
 
     Args:
         folder: to write to; earlier reports there are replaced.
@@ -128,50 +127,54 @@ def write_report(
     Returns:
         Path of report.html.
     """
-    from jinja2 import Environment
-
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = plots(record, runs) if importlib.util.find_spec("matplotlib") else {}
-    files = {name: f"{name.replace(' ', '-')}.png" for name in drawn}
-    for name, png in drawn.items():
-        (folder / files[name]).write_bytes(png)
-    rows = [_cells(linear) for linear in record.linears]
-    worst_rows = [_cells(linear) for linear in worst(record, _WORST)]
-    layers = _layer_rows(record)
-    figures = figures_of(record, quality)
-    values = {
-        "record": record,
-        "lead": _lead(record),
-        "figures": figures,
-        "failures": failures(figures, thresholds or {}),
-        "quality": quality,
-        "header": _HEADER,
-        "rows": rows,
-        "worst": worst_rows,
-        "layer_header": _LAYER_HEADER,
-        "layers": layers,
-    }
-    filters = {"percent": _percent, "short": "{:.4g}".format}
-    pages = {name: Environment(autoescape=name == "html") for name in ("html", "md")}
-    for page in pages.values():
-        page.filters.update(filters)
-    inline = {name: base64.b64encode(png).decode() for name, png in drawn.items()}
-    html = pages["html"].from_string(HTML).render(**values, images=inline)
-    markdown = (
-        pages["md"]
-        .from_string(MARKDOWN)
-        .render(
-            **values,
-            images=files,
-            quality_table=quality_table(quality) if quality else "",
-            table=table(_HEADER, rows),
-            worst_table=table(_HEADER, worst_rows),
-            layer_table=table(_LAYER_HEADER, layers),
-        )
-    )
-    (folder / "report.md").write_text(markdown)
-    (folder / "report.html").write_text(html)
+    report = _make_report(record, quality, runs, thresholds or {})
+    (folder / "report.md").write_text(report.markdown(folder))
+    (folder / "report.html").write_text(report.html())
     return folder / "report.html"
+
+
+def _make_report(
+    record: CalibrationRecord,
+    quality: Mapping[str, Any] | None,
+    runs: Sequence[Mapping[str, Any]],
+    thresholds: Mapping[str, float],
+) -> Report:
+    report = Report(f"Calibration of {record.model}")
+    report.paragraph(_lead(record))
+    figures = figures_of(record, quality)
+    for line in failures(figures, thresholds):
+        report.paragraph(f"**{line}**")
+    report.heading("Figures")
+    report.table(("figure", "value"), [(name, f"{value:.4g}") for name, value in figures.items()])
+    if quality:
+        report.heading("Perplexity")
+        add_quality(report, quality)
+    if importlib.util.find_spec("matplotlib"):
+        report.heading("Charts")
+        report.charts(draw(record, runs))
+    report.heading("Mixes compared")
+    header = ("16-bit inputs", "bf16 weights", "estimated factor", "")
+    report.table(
+        header,
+        [
+            (
+                _percent(mix.inputs_share),
+                _percent(mix.weights_share),
+                f"{mix.factor:.4f}",
+                "written" if mix.chosen else "",
+            )
+            for mix in record.mixes
+        ],
+    )
+    report.heading("Decoder layers")
+    report.table(_LAYER_HEADER, _layer_rows(record))
+    report.heading("Worst linears")
+    report.table(_HEADER, [_cells(linear) for linear in worst(record, _WORST)])
+    report.heading("All linears")
+    rows = [_cells(linear) for linear in record.linears]
+    report.table(_HEADER, rows, f"{len(rows)} in model order")
+    return report
 
 
 def _lead(record: CalibrationRecord) -> str:

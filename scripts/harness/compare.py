@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.arithmetic import describe_arithmetic
 from harness.load import CLIENT, Cell, LoadClient
 from harness.processes import Terminated
 from harness.server import VLLM_SERVE, Server, check_port, free_port
@@ -116,7 +117,7 @@ class Comparison:
     """A whole comparison.
 
     Attributes:
-        arms: the first is the baseline.
+        arms: what is served.
         grid: loads, in order.
         rounds: how often every arm is served, A B A B ...
         repeats: how often the grid is measured while an arm is up.
@@ -301,10 +302,13 @@ def _measure_group(
 
 def _describe(plan: Comparison, server: Server) -> dict[str, Any]:
     arm = next(arm for arm in plan.arms if arm.name == server.name)
+    config = Path(arm.model) / "config.json"
+    mxfp4 = config.is_file() and "mxfp4" in config.read_text()
     return {
         "model": arm.model,
         "command": server.command,
         "environment": dict(arm.environment),
+        "arithmetic": describe_arithmetic(server.command, dict(arm.environment), mxfp4),
         "memory": {"checkpoint_bytes": checkpoint_bytes(Path(arm.model))},
         "startup_seconds": [],
     }

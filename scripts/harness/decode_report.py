@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Markdown and chart of a decode measurement (the JSON that scripts/bench_decode.py writes)."""
+"""Report of a decode measurement (the JSON that scripts/bench_decode.py writes)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,77 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.arithmetic import describe_arithmetic
 from harness.decode_profile import GROUPS
-from harness.report import table
+from oss_fused.bench import charts
+from oss_fused.bench.report import Report
 from oss_fused.environment import describe
 
 _COLOURS = {
     "norms": "#8a8f98",
-    "projections": "#1f77b4",
-    "attention": "#2ca02c",
-    "router": "#e6b800",
-    "experts": "#d9772b",
-    "mlp": "#d9772b",
-    "head": "#9467bd",
+    "projections": "#0072b2",
+    "attention": "#009e73",
+    "router": "#e69f00",
+    "experts": "#d55e00",
+    "mlp": "#d55e00",
+    "head": "#cc79a7",
     "other": "#c7c7c7",
 }
+_READING = (
+    "Microseconds and, in brackets, kernels per step; one profile per arm, context {context}. The "
+    "limit is the time that the bytes of a step take at the measured copy bandwidth "
+    "({bandwidth}); in square brackets: the share of it that an arm reaches. Idle is time without "
+    "any kernel; part of it is the profiler's own."
+)
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """The report.
+def render(results: Mapping[str, Any], folder: Path) -> None:
+    """Write report.md with its charts, and report.html, into ``folder``."""
+    report = make_report(results)
+    (folder / "report.md").write_text(report.markdown(folder))
+    (folder / "report.html").write_text(report.html())
+
+
+def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
+    """The report; arms are shown in the order of their speed, the candidate last.
 
     Args:
         results: "environment", "settings", "arms", "cells" (of decode_figures.condense) and
             "profiles" (of decode_profile.condense, with "limits": group -> microseconds).
+        draw: with charts.
     """
-    settings = results["settings"]
-    arms, candidate = list(results["arms"]), settings["candidate"]
-    measured = results["measurements"]
-    rounds = 1 + max(row["round"] for row in measured)
+    settings, cells = results["settings"], results["cells"]
+    candidate = settings["candidate"]
+    names = [name for name in results["arms"] if name != candidate]
+    names.sort(key=lambda name: sum(cell["arms"][name]["ms"] for cell in cells))
+    arms = [*names, candidate]
+    report = Report(f"Decode steps and prefill of {settings['model']}")
+    report.paragraph(f"{describe(results['environment'])}.")
+    report.paragraph(_method(results))
+    report.heading("Time per decode step")
+    steps = [cell for cell in cells if cell["steps"]]
+    if draw and steps:
+        report.charts(_time_charts(steps, arms))
+    _steps(report, steps, arms, candidate)
+    report.heading("Prefill")
+    _prefill(report, results, arms)
+    if results["profiles"]:
+        _profiles(report, results, arms, draw)
+    report.heading("Arms")
+    for name in arms:
+        arm = results["arms"][name]
+        command = shlex.join([*_variables(arm), arm["model"], *arm["flags"]])
+        report.items([f"{name}: `{command}`; {_arithmetic(results, name)}"])
+    for name, why in results.get("failed", {}).items():
+        report.paragraph(f"**{name}** did not run: {why.splitlines()[0]}")
+    report.paragraph(
+        f"Engine flags of {arms[0]}: `{shlex.join(results['arms'][arms[0]]['all_flags'])}`"
+    )
+    return report
+
+
+def _method(results: Mapping[str, Any]) -> str:
+    measured, settings = results["measurements"], results["settings"]
     figures = [
         (f"{name}, batch {cell['batch']}, context {cell['context']}", arm)
         for cell in results["cells"]
@@ -42,104 +86,131 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     left_out = sum(arm["left_out"] for _, arm in figures)
     unsteady = [name for name, arm in figures if not arm["steady"]]
-    method = (
-        f"One process an arm, all engines up at once and measured in turn, each load in up to "
-        f"{rounds} rounds. Milliseconds are medians over rounds, brackets the lowest and highest "
-        f"round. The speed-up is against the faster of {', '.join(settings['baselines'])}."
+    text = (
+        "One process per arm; all engines are up at once and are measured in turn, each load in up "
+        f"to {1 + max(row['round'] for row in measured)} rounds. Milliseconds are medians over "
+        "rounds, in brackets the lowest and highest round. Speed-up: the time of the faster of "
+        f"{', '.join(settings['baselines'])} over that of {settings['candidate']}."
     )
     if left_out:
-        method += (
-            f" {left_out} of {len(measured)} measurements are left out: in a window of steps they "
-            f"took more than twice their median, or less than half (the process that reads the "
-            f"tokens stood still)."
+        text += (
+            f" {left_out} of {len(measured)} measurements are left out: a step in them took more "
+            "than twice the median, or less than half, because the process that reads the tokens "
+            "stood still."
         )
     if unsteady:
-        method += f" In no round free of that: {'; '.join(unsteady)}."
-    parts = [
-        f"# A decode step of {settings['model']}: {candidate} against the baseline",
-        f"{describe(results['environment'])}.",
-        method,
-        _times(results["cells"], arms, candidate),
-    ]
-    if results["profiles"]:
-        reading = (
-            f"Microseconds and kernels a step, from one profile an arm (context "
-            f"{results['profiles'][0]['context']}). The limit is the time that the bytes a step "
-            f"must read take at the measured copy bandwidth ({_bandwidth(results)}); the share "
-            f"of it that an arm reaches is in brackets. Idle is time without any kernel, some of "
-            f"it the profiler's."
-        )
-        parts += ["## Where a step goes", reading, "![microseconds a step](profile.png)"]
-        parts += _profiles(results["profiles"], arms)
-    commands = [
-        f"    {name}: {' '.join([*_variables(arm), arm['model'], shlex.join(arm['flags'])])}"
-        for name, arm in results["arms"].items()
-    ]
-    flags = shlex.join(next(iter(results["arms"].values()))["all_flags"])
-    parts += [f"**{name}** did not run: {why.splitlines()[0]}" for name, why in _failed(results)]
-    parts += ["## Arms", "\n".join(commands), f"Engine flags of the first: `{flags}`"]
-    return "\n\n".join(parts) + "\n"
-
-
-def _failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return list(results.get("failed", {}).items())
+        text += f" No round was free of that for: {'; '.join(unsteady)}."
+    return text
 
 
 def _variables(arm: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value}" for name, value in arm["environment"]]
 
 
-def _bandwidth(results: Mapping[str, Any]) -> str:
-    value = results["bandwidth"]
-    return f"{value / 1e12:.2f} TB/s" if value else "not measured"
+def _arithmetic(results: Mapping[str, Any], name: str) -> str:
+    arm, config = results["arms"][name], results["settings"]["config"]
+    mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
+    return describe_arithmetic(arm["flags"], dict(arm["environment"]), mxfp4)
 
 
-def _times(cells: Sequence[Mapping[str, Any]], arms: Sequence[str], candidate: str) -> str:
+def _steps(
+    report: Report, cells: Sequence[Mapping[str, Any]], arms: Sequence[str], candidate: str
+) -> None:
+    rows = [
+        [
+            f"{cell['batch']} x {cell['context']}",
+            *(_spread(cell["arms"][arm]) for arm in arms),
+            _speedup(cell),
+            f"{cell['batch'] / cell['arms'][candidate]['ms'] * 1e3:.0f}",
+        ]
+        for cell in cells
+    ]
+    header = ["batch x context", *(f"{arm}, ms" for arm in arms), "speed-up"]
+    report.table([*header, f"{candidate}, tokens/s"], rows)
+
+
+def _prefill(report: Report, results: Mapping[str, Any], arms: Sequence[str]) -> None:
+    """An arm a row, so that arithmetics stand below each other."""
     rows = []
-    for cell in cells:
-        kind = "decode" if cell["steps"] else "prefill"
-        row = [kind, str(cell["batch"]), str(cell["context"])]
+    for cell in results["cells"]:
+        if cell["steps"]:
+            continue
+        tokens = cell["batch"] * cell["context"]
         for arm in arms:
-            figures = cell["arms"][arm]
-            row.append(f"{figures['ms']:.2f} ({figures['min']:.2f}-{figures['max']:.2f})")
-        tokens = cell["batch"] if cell["steps"] else cell["batch"] * cell["context"]
-        row.append(f"{tokens / cell['arms'][candidate]['ms'] * 1e3:.0f}")
-        row.append(f"{cell['speedup']:.2f} ({cell['speedup_min']:.2f}-{cell['speedup_max']:.2f})")
-        rows.append(row)
-    header = ["", "batch", "context", *(f"{arm} ms" for arm in arms)]
-    return table([*header, f"{candidate} tok/s", "speed-up"], rows)
+            speedup = _speedup(cell) if arm == results["settings"]["candidate"] else ""
+            times = (_spread(cell["arms"][arm]), speedup)
+            rows.append([str(tokens), arm, *times, _arithmetic(results, arm)])
+    report.table(["tokens", "arm", "ms", "speed-up", "arithmetic"], rows)
 
 
-def _profiles(profiles: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> list[str]:
-    parts = []
-    for key in dict.fromkeys((p["batch"], p["context"], p["steps"] > 0) for p in profiles):
-        chosen = {
-            p["arm"]: p for p in profiles if (p["batch"], p["context"], p["steps"] > 0) == key
+def _spread(figures: Mapping[str, float]) -> str:
+    return f"{figures['ms']:.2f} ({figures['min']:.2f}-{figures['max']:.2f})"
+
+
+def _speedup(cell: Mapping[str, Any]) -> str:
+    return f"{cell['speedup']:.2f} ({cell['speedup_min']:.2f}-{cell['speedup_max']:.2f})"
+
+
+def _time_charts(cells: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, bytes]:
+    drawn = {}
+    for context in dict.fromkeys(cell["context"] for cell in cells):
+        chosen = [cell for cell in cells if cell["context"] == context]
+        batches = [str(cell["batch"]) for cell in chosen]
+        series: dict[str, list[float | None]] = {
+            arm: [cell["arms"][arm]["ms"] for cell in chosen] for arm in arms
         }
-        limits = next(iter(chosen.values()))["limits"]
-        rows = []
-        for group in GROUPS:
-            if not any(group in p["groups"] for p in chosen.values()):
-                continue
+        title = f"time per decode step, context {context}"
+        drawn[f"time per step context {context}"] = charts.groups(
+            batches, series, "ms per step; lower is better", title, "batch"
+        )
+    return drawn
+
+
+def _profiles(report: Report, results: Mapping[str, Any], arms: Sequence[str], draw: bool) -> None:
+    profiles, bandwidth = results["profiles"], results["bandwidth"]
+    report.heading("Where the time goes")
+    speed = f"{bandwidth / 1e12:.2f} TB/s" if bandwidth else "not measured"
+    report.paragraph(_READING.format(context=profiles[0]["context"], bandwidth=speed))
+    loads = dict.fromkeys((p["batch"], p["context"], p["steps"] > 0) for p in profiles)
+    if draw:
+        report.charts(
+            {
+                f"step batch {batch}": _step_chart(_of(profiles, (batch, context, True)), arms)
+                for batch, context, decode in loads
+                if decode
+            }
+        )
+    for load in loads:
+        batch, context, decode = load
+        report.heading(f"Decode, batch {batch}" if decode else f"Prefill, {batch} x {context}", 3)
+        _profile_table(report, _of(profiles, load), arms)
+
+
+def _of(
+    profiles: Sequence[Mapping[str, Any]], load: tuple[int, int, bool]
+) -> dict[str, Mapping[str, Any]]:
+    """Arm -> its profile of a load."""
+    return {p["arm"]: p for p in profiles if (p["batch"], p["context"], p["steps"] > 0) == load}
+
+
+def _profile_table(
+    report: Report, chosen: Mapping[str, Mapping[str, Any]], arms: Sequence[str]
+) -> None:
+    limits = next(iter(chosen.values()))["limits"]
+    rows = []
+    for group in GROUPS:
+        if any(group in p["groups"] for p in chosen.values()):
             limit = limits.get(group, 0.0)
-            row = [group, f"{limit:.0f}" if limit else ""]
-            for arm in arms:
-                entry = chosen[arm]["groups"].get(group)
-                row.append(_entry(entry, limit) if entry else "")
-            rows.append(row)
-        total = sum(limits.values())
-        busy = ["busy", f"{total:.0f}" if total else ""]
-        idle = ["idle", ""]
-        for arm in arms:
-            p = chosen[arm]
-            whole = {"kernels": p["kernels_per_step"], "us": p["busy_us"]}
-            busy.append(_entry(whole, total))
-            idle.append(f"{p['span_us'] - p['busy_us']:.0f}")
-        name = f"### {'Decode, batch' if key[2] else 'Prefill,'} {key[0]}"
-        parts.append(name + ("" if key[2] else f" x {key[1]}"))
-        header = ["us a step", "limit", *(f"{arm} (kernels)" for arm in arms)]
-        parts.append(table(header, [*rows, busy, idle]))
-    return parts
+            entries = [chosen[arm]["groups"].get(group) for arm in arms]
+            cells = [_entry(entry, limit) if entry else "" for entry in entries]
+            rows.append([group, f"{limit:.0f}" if limit else "", *cells])
+    total = sum(limits.values())
+    busy, idle = ["busy", f"{total:.0f}" if total else ""], ["idle", ""]
+    for arm in arms:
+        p = chosen[arm]
+        busy.append(_entry({"kernels": p["kernels_per_step"], "us": p["busy_us"]}, total))
+        idle.append(f"{p['span_us'] - p['busy_us']:.0f}")
+    report.table(["us per step", "limit", *arms], [*rows, busy, idle])
 
 
 def _entry(entry: Mapping[str, float], limit: float) -> str:
@@ -147,32 +218,14 @@ def _entry(entry: Mapping[str, float], limit: float) -> str:
     return f"{entry['us']:.0f} ({entry['kernels']:.0f}){share}"
 
 
-def draw_chart(results: Mapping[str, Any], path: Path) -> None:
-    """Stacked bars: microseconds a decode step by group, an arm a bar, a batch a panel."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    profiles = [p for p in results["profiles"] if p["steps"]]
-    batches = list(dict.fromkeys(p["batch"] for p in profiles))
-    figure, axes = pyplot.subplots(1, len(batches), figsize=(3.2 * len(batches) + 1.5, 4.2))
-    for axis, batch in zip([axes] if len(batches) == 1 else axes, batches):
-        chosen = [p for p in profiles if p["batch"] == batch]
-        names = [p["arm"] for p in chosen] + ["limit"]
-        base = [0.0] * len(names)
-        for group in GROUPS:
-            heights = [p["groups"].get(group, {"us": 0.0})["us"] for p in chosen]
-            heights.append(chosen[0]["limits"].get(group, 0.0))
-            if any(heights):
-                axis.bar(names, heights, bottom=base, label=group, color=_COLOURS[group])
-                base = [low + height for low, height in zip(base, heights)]
-        axis.set_title(f"batch {batch}")
-        axis.tick_params(axis="x", rotation=30)
-    first = axes if len(batches) == 1 else axes[0]
-    first.set_ylabel("microseconds a step")
-    handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="center right", fontsize=8)
-    figure.tight_layout(rect=(0, 0, 1 - 1.2 / (3.2 * len(batches) + 1.5), 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+def _step_chart(chosen: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> bytes:
+    first = next(iter(chosen.values()))
+    parts = {
+        group: [
+            *(chosen[arm]["groups"].get(group, {"us": 0.0})["us"] for arm in arms),
+            first["limits"].get(group, 0.0),
+        ]
+        for group in GROUPS
+    }
+    title = f"kernels of a decode step, batch {first['batch']}"
+    return charts.stacked_bars([*arms, "limit"], parts, "us per step", title, _COLOURS)

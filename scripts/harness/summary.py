@@ -12,8 +12,15 @@ from typing import Any
 
 from oss_fused.files import write_json
 
-# figures that get a ratio against the baseline
-COMPARED = ("output_throughput", "p50_ttft_ms", "p50_tpot_ms", "p50_itl_ms")
+# figures that get a ratio against the baseline, and whether more of them is better
+BETTER = {
+    "output_throughput": "more",
+    "p50_ttft_ms": "less",
+    "p50_tpot_ms": "less",
+    "p50_itl_ms": "less",
+}
+# median times to first token of one load that differ by more are not those of a warm server
+STEADY = 1.3
 
 
 def split(
@@ -27,20 +34,27 @@ def split(
 
 
 def condense(
-    measurements: Sequence[Mapping[str, Any]], arms: Sequence[str]
+    measurements: Sequence[Mapping[str, Any]],
+    arms: Sequence[str],
+    baselines: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """One dict per load that all arms had, in the order measured.
 
-    Ratios are taken between arms of the same round and repeat, which saw the same prompts.
+    Ratios are taken between arms of the same round and repeat, which saw the same prompts. Each
+    figure is compared with the baseline that is best in it.
 
     Args:
         measurements: as compare.run returns them.
-        arms: names; the first is the baseline.
+        arms: names.
+        baselines: those to compare with; default: the first arm.
 
     Returns:
-        Per load: "concurrency", "input_len", "output_len", "num_prompts" and "arms": name ->
-        {"figures": medians, "ratios": figure -> {"median", "min", "max", "values"}}.
+        Per load: "concurrency", "input_len", "output_len", "num_prompts", "baselines" (figure ->
+        the best baseline's name) and "arms": name -> {"figures": medians, "steady": whether the
+        runs' times to first token agree, "ratios": figure -> {"median", "min", "max", "values"},
+        above 1 where the arm is better; none for baselines}.
     """
+    baselines = list(baselines) or [arms[0]]
     loads: dict[tuple[int, int, int, int], dict[str, dict[tuple[int, int], Any]]] = {}
     for row in split(measurements, len(arms))[0]:
         key = (row["concurrency"], row["input_len"], row["output_len"], row["num_prompts"])
@@ -49,39 +63,55 @@ def condense(
     cells = []
     for key, by_arm in loads.items():
         names = ("concurrency", "input_len", "output_len", "num_prompts")
-        cell: dict[str, Any] = {**dict(zip(names, key)), "arms": {}}
-        baseline = by_arm[arms[0]]
+        medians = {name: _medians(list(by_arm[name].values())) for name in arms}
+        best = {figure: _best(figure, baselines, medians) for figure in BETTER}
+        cell: dict[str, Any] = {**dict(zip(names, key)), "baselines": best, "arms": {}}
         for name in arms:
-            runs = by_arm[name]
-            figures = {
-                figure: statistics.median(run[figure] for run in runs.values())
-                for figure in next(iter(runs.values()))
-            }
+            first = [run["p50_ttft_ms"] for run in by_arm[name].values()]
             ratios = {}
-            for figure in COMPARED if name != arms[0] else ():
-                values = [
-                    run[figure] / baseline[at][figure]
-                    for at, run in runs.items()
-                    if at in baseline and baseline[at].get(figure)
-                ]
-                if values:
-                    ratios[figure] = {
-                        "median": statistics.median(values),
-                        "min": min(values),
-                        "max": max(values),
-                        "values": values,
-                    }
-            cell["arms"][name] = {"figures": figures, "ratios": ratios}
+            for figure, baseline in best.items() if name not in baselines else ():
+                ratio = _ratio(figure, by_arm[name], by_arm[baseline])
+                if ratio:
+                    ratios[figure] = ratio
+            steady = max(first) <= STEADY * min(first)
+            cell["arms"][name] = {"figures": medians[name], "steady": steady, "ratios": ratios}
         cells.append(cell)
     return cells
+
+
+def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+
+
+def _best(figure: str, baselines: Sequence[str], medians: Mapping[str, Mapping[str, float]]) -> str:
+    choose = max if BETTER[figure] == "more" else min
+    return choose(baselines, key=lambda name: medians[name].get(figure, 0.0))
+
+
+def _ratio(
+    figure: str,
+    runs: Mapping[tuple[int, int], Mapping[str, float]],
+    baseline: Mapping[tuple[int, int], Mapping[str, float]],
+) -> dict[str, Any]:
+    """How many times better than the baseline's run of the same round; {} where neither says."""
+    values = []
+    for at, run in runs.items():
+        if at in baseline and run.get(figure) and baseline[at].get(figure):
+            ratio = run[figure] / baseline[at][figure]
+            values.append(ratio if BETTER[figure] == "more" else 1 / ratio)
+    if not values:
+        return {}
+    middle = statistics.median(values)
+    return {"median": middle, "min": min(values), "max": max(values), "values": values}
 
 
 def named_ratios(
     cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, key: str = "ratio_c"
 ) -> dict[str, float]:
-    """Ratios of output tok/s under flat names: ``<prefix>.<key><concurrency>``.
+    """Ratios under flat names: ``<prefix>.tpot_<key><concurrency>``, ``ttft_...``, and throughput.
 
-    Loads of other lengths than the first get ``_<input>x<output>`` appended.
+    Loads of other lengths than the first get ``_<input>x<output>`` appended. Where the runs of the
+    candidate or of its baseline are not steady, only the time per output token has a ratio.
 
     Args:
         cells: as ``condense`` returns them.
@@ -94,8 +124,13 @@ def named_ratios(
     for cell in cells:
         lengths = (cell["input_len"], cell["output_len"])
         suffix = "" if lengths == first else f"_{lengths[0]}x{lengths[1]}"
-        ratio = cell["arms"][candidate]["ratios"]["output_throughput"]
-        named[f"{prefix}.{key}{cell['concurrency']}{suffix}"] = round(ratio["median"], 4)
+        arm = cell["arms"][candidate]
+        figures = {"tpot_": "p50_tpot_ms", "ttft_": "p50_ttft_ms", "": "output_throughput"}
+        for kind, figure in figures.items():
+            steady = arm["steady"] and cell["arms"][cell["baselines"][figure]]["steady"]
+            if figure in arm["ratios"] and (steady or figure == "p50_tpot_ms"):
+                ratio = round(arm["ratios"][figure]["median"], 4)
+                named[f"{prefix}.{kind}{key}{cell['concurrency']}{suffix}"] = ratio
     return named
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from oss_fused.bench.roofline import Ceilings
 from oss_fused.bench.runner import KernelRunner, shared_operations, verify
-from oss_fused.bench.suite import BenchmarkSuite
-from oss_fused.bench.suite_report import winners
+from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
+from oss_fused.bench.suite_report import scoreboard, winners
 from oss_fused.errors import BackendUnavailableError, ShapeMismatchError, TritonKernelError
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope
 from oss_fused.kernels.op import get_kernel
@@ -148,8 +148,20 @@ def test_text_report_names_winner_and_failure(suite):
     board, *blocks = text.split("\n\nrmsnorm_rope\n")
     stars = [line for line in blocks[0].splitlines() if " * " in line]
     assert len(stars) == len(winners(suite.rows)) == 4
-    # who wins where, at a glance: a line a problem, a star a line, what failed in words
+    # who is fastest where, at a glance: a line a problem, a star a line, what failed in words
     assert board.count(" *") == 4 and board.count("wrong") == 1
+
+
+def test_the_strongest_baseline_stands_first():
+    """Eager PyTorch, which a reader would not use, is measured first and shown last."""
+    times = {"pytorch": 20.0, "oss_fused": 1.0, "pytorch compiled": 1.25, "broken": None}
+    rows = [
+        BenchmarkRow("norm", "8x8", name, "ok" if ms else "wrong", latency_ms=ms)
+        for name, ms in times.items()
+    ]
+    header, line = scoreboard(rows)
+    assert header[2:] == ["oss_fused", "pytorch compiled", "pytorch", "broken"]
+    assert line[2:] == ["**1**", "1.25 (1.25x)", "20 (20.00x)", "wrong"]
 
 
 def test_reports_are_written(suite, tmp_path):
@@ -157,12 +169,14 @@ def test_reports_are_written(suite, tmp_path):
     assert len(raw["rows"]) == 9
     assert {"timestamp", "commit", "versions"} <= raw["environment"].keys()
     markdown = suite.save_report(tmp_path / "r.md").read_text()
-    assert markdown.count("**") == 8 and markdown.count("![") == 4
-    for name in ("roofline", "rmsnorm_rope", "gated_mlp", "fp8_gemm"):
-        assert f"(r-{name}.png)" in markdown
-        assert (tmp_path / f"r-{name}.png").read_bytes().startswith(b"\x89PNG")
+    # a winner is marked on the board and in its operation's table
+    assert markdown.count("**") == 2 * 2 * 4 and markdown.count("![") == 6
+    for name in ("rmsnorm_rope", "gated_mlp", "fp8_gemm"):
+        for kind in ("roofline", "latency"):
+            assert f"(r-{kind}-{name}.png)" in markdown
+            assert (tmp_path / f"r-{kind}-{name}.png").read_bytes().startswith(b"\x89PNG")
     page = suite.save_report(tmp_path / "r.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 6
     assert "broken &lt;b&gt;" in page and "broken <b>" not in page
     assert suite.save_report(tmp_path / "r.txt").read_text() == suite.generate_report()
     with pytest.raises(ValueError, match=r"r\.pdf"):

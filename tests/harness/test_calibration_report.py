@@ -139,7 +139,7 @@ def test_report_of_a_run_with_data(tmp_path):
     page = write_report(tmp_path / "report", record, QUALITY, runs, {"output_error_max": 0.02})
     text = page.read_text()
     tags = Tags(text)
-    assert tags.seen["img"] == 6 and "http" not in text and "<with>" not in text
+    assert tags.seen["img"] == 9 and "http" not in text and "<with>" not in text
     assert "output_error_max: 0.027 is above the threshold 0.02" in text
     markdown = (tmp_path / "report" / "report.md").read_text()
     for name in re.findall(r"!\[.*?\]\((.*?)\)", markdown):
@@ -151,8 +151,11 @@ def test_report_of_a_run_with_data(tmp_path):
 
 
 def test_report_without_data(tmp_path):
-    page = write_report(tmp_path, make_record(data=False))
-    assert "no calibration data" in page.read_text() and Tags(page.read_text()).seen["img"] == 2
+    text = write_report(tmp_path, make_record(data=False)).read_text()
+    assert "no calibration data" in text and Tags(text).seen["img"] == 5
+    # what was not measured has neither columns nor charts
+    assert "cumulative error" not in text and "tokens per expert" not in text
+    assert "Worst linears" in text
 
 
 def test_the_same_record_gives_the_same_report(tmp_path):

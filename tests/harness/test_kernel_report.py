@@ -40,7 +40,7 @@ ROWS = [
     row("norm_quant", 10.0, {"vllm": 40.0}, rows=2048, hidden=64),
     row("gemm_small", 5.0, {"cutlass": 10.0}, M=1, K=64, N=64),
     row("gemm_small", 5.0, {"cutlass": 40.0}, M=4, K=64, N=64),
-    row("gemm_large", 5.0, {"cutlass": 1.0, "cublaslt": 4.0}, M=8192, K=8192, N=8192),
+    row("gemm_large", 5.0, {"cublaslt": 4.0, "cutlass": 1.0}, M=8192, K=8192, N=8192),
     {"group": "rope_kv", "name": "rope_kv rows=1", "passed": False, "failure": "RuntimeError: x"},
 ]
 
@@ -65,7 +65,9 @@ def test_report_files(tmp_path):
     }
     kernel_report.write(report, tmp_path, tmp_path / "summary.json")
     assert "RuntimeError: x" in (tmp_path / "kernels.md").read_text()
-    assert (tmp_path / "kernels.png").stat().st_size > 1000
+    assert (tmp_path / "kernels-roofline.png").stat().st_size > 1000
+    page = (tmp_path / "kernels.html").read_text()
+    assert "cutlass 1.00, cublaslt 4.00" in page, "the fastest baseline stands first"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["kernels.gemm_small.speedup_min"] == 2.0
 
@@ -88,9 +90,8 @@ def test_a_later_run_replaces_rows(tmp_path):
     assert len(merged["results"]) == 3
     assert merged["figures"]["kernels.gemm_small.speedup_min"] == pytest.approx(4.0)
     assert merged["figures"]["kernels.norm_quant.bandwidth_min"] == pytest.approx(0.9)
-    assert "Rows of 2 runs" in kernel_report.markdown(merged) and "first, second" in (
-        kernel_report.markdown(merged)
-    )
+    text = kernel_report.make_report(merged).text()
+    assert "Rows of 2 runs" in text and "first, second" in text
 
 
 def test_cases_are_named_apart():

@@ -17,7 +17,7 @@ from harness.regression import (
     compare_results,
     load_results,
 )
-from harness.regression_report import markdown_table, text_table, trend_plot
+from harness.regression_report import make_report, trend_chart
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "ci_check.py"
@@ -104,14 +104,16 @@ def test_history_keeps_the_last_runs(tmp_path):
         runs = append_history(path, results(row("a", 1.0 + i)))
     assert len(runs) == HISTORY_RUNS
     assert runs[0]["latency_ms"]["a/8x8/oss_fused"] == 4.0
-    assert trend_plot(runs).startswith(b"\x89PNG")
+    assert trend_chart(runs).startswith(b"\x89PNG")
 
 
 def test_tables_put_failures_first():
     rows = compare_results(BASE, results(row("a", 1.0), row("b", 2.0), row("c", 3.9)))
-    lines = text_table(rows).splitlines()
-    assert lines[1].startswith(("SLOWER", "MISSING")) and lines[-1] == "2 of 4 rows fail"
-    assert "+30.0%" in text_table(rows) and "| SLOWER | c/8x8/oss_fused |" in markdown_table(rows)
+    report = make_report(rows)
+    _, count, table = report.text().split("\n\n")
+    assert count == "2 of 4 rows fail"
+    assert table.splitlines()[1].startswith(("SLOWER", "MISSING")) and "+30.0%" in table
+    assert "| SLOWER | c/8x8/oss_fused |" in report.markdown()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "rows": [{"operation": "x"}]}'])

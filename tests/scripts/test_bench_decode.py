@@ -49,7 +49,8 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     assert steps == {1: 384, 2: 192}, "few sequences take more steps"
     report = (out / "report.md").read_text()
     assert "2.00 (2.00-2.00)" in report and "### Decode, batch 2" in report
-    assert (out / "profile.png").stat().st_size > 5000
+    assert (out / "step-batch-2.png").stat().st_size > 5000
+    assert "<table>" in (out / "report.html").read_text()
     (out / "report.md").unlink()
     (out / "profiles.json").unlink()
     assert script.main(["--render", str(out)]) == 0

@@ -28,7 +28,11 @@ def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
     assert "| v3 |" in page and "| cublas+bias+silu |" in page
     suite = json.loads((tmp_path / "library-suite.json").read_text())
     assert {row["operation"] for row in suite["rows"]} == {"rmsnorm_rope", "gated_mlp", "fp8_gemm"}
-    assert "![roofline](library-suite-roofline.png)" in (tmp_path / "library-suite.md").read_text()
+    report = (tmp_path / "library-suite.md").read_text()
+    assert "![roofline gated_mlp](library-suite-roofline-gated_mlp.png)" in report
+    (tmp_path / "library-suite.md").unlink()
+    assert bench_library.main(["--output", str(tmp_path), "--render"]) == 0
+    assert (tmp_path / "library-suite.md").read_text() == report
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("serving.tokens") == 5
     assert {

@@ -61,8 +61,9 @@ def test_compares_and_merges_the_summary(
     results = json.loads((output / "results.json").read_text())
     assert results["settings"]["concurrency"] == [1, 2]
     assert len(results["measurements"]) == 4
-    assert (output / "chart.png").stat().st_size > 10_000
+    assert (output / "time-per-output-token.png").stat().st_size > 10_000
     assert "**2.00x** for 1 x 128:128" in (output / "report.md").read_text()
+    assert "<table>" in (output / "report.html").read_text()
     assert json.loads(totals.read_text())["main_job.x.ratio_c2"] == 2.0
     assert "main_job.x.ratio_c1 = 2.0" in capsys.readouterr().err
     # again from the saved results, on another machine
@@ -136,7 +137,7 @@ def test_what_was_measured_before_a_server_died_is_kept(
     report = (tmp_path / "out.incomplete" / "report.md").read_text()
     assert "Stopped early: ServerError: server fast: ended with status" in report
     assert "| 2 x 128:128 | slow |" in report
-    assert (tmp_path / "out.incomplete" / "chart.png").exists() == bool(cells)
+    assert (tmp_path / "out.incomplete" / "throughput.png").exists() == bool(cells)
 
 
 def test_results_that_no_disk_takes_are_printed_and_the_last_copy_stays(
@@ -150,7 +151,7 @@ def test_results_that_no_disk_takes_are_printed_and_the_last_copy_stays(
     assert run(*arms(tmp_path), *loads, "--output", str(output)) == 0
     before = (output / "results.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("harness.report.write_folder", full)
+        patch.setattr("harness.compare_report.write_folder", full)
         assert run(*arms(tmp_path), *loads, "--output", str(output), "--overwrite") == 1
     said = capsys.readouterr()
     assert "No space left" in said.err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ratios with spread, named figures, Markdown and chart."""
+"""Comparisons: ratios with spread, the strongest baseline, named figures, the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import report, summary
+from harness import compare_report, summary
 
 from oss_fused import environment
 
@@ -74,10 +74,40 @@ def test_condense_pairs_runs_and_keeps_the_spread() -> None:
             ),
         },
         "ratios": {},
+        "steady": True,
     }
     ratio = one["arms"]["b"]["ratios"]["output_throughput"]
     assert ratio == {"median": 1.25, "min": 1.0, "max": 1.5, "values": [1.5, 1.0]}
     assert eight["arms"]["b"]["ratios"]["output_throughput"]["median"] == 0.5
+
+
+def timed(arm: str, number: int, tpot: float, ttft: float) -> dict[str, Any]:
+    (row,) = rows((arm, number, 1, 10.0))
+    row["figures"] |= {"p50_tpot_ms": tpot, "p50_ttft_ms": ttft}
+    return row
+
+
+def test_each_figure_meets_the_baseline_that_is_best_in_it() -> None:
+    measured = [timed("a", 0, 4.0, 10.0), timed("b", 0, 3.0, 20.0), timed("c", 0, 1.5, 10.0)]
+    (cell,) = summary.condense(measured, ["a", "b", "c"], ["a", "b"])
+    assert cell["baselines"]["p50_tpot_ms"] == "b" and cell["baselines"]["p50_ttft_ms"] == "a"
+    ratios = cell["arms"]["c"]["ratios"]
+    # above 1 is better for times as well
+    assert (ratios["p50_tpot_ms"]["median"], ratios["p50_ttft_ms"]["median"]) == (2.0, 1.0)
+    assert cell["arms"]["a"]["ratios"] == cell["arms"]["b"]["ratios"] == {}
+
+
+def test_an_unsteady_first_token_is_no_headline(results: dict[str, Any]) -> None:
+    """Where a baseline compiles while requests wait, its runs differ: no ratio is named of that."""
+    measured = [timed("a", 0, 4.0, 90.0), timed("b", 0, 2.0, 10.0)]
+    measured += [timed("a", 1, 4.0, 60.0), timed("b", 1, 2.0, 10.0)]
+    cells = summary.condense(measured, ["a", "b"])
+    assert [cells[0]["arms"][name]["steady"] for name in "ab"] == [False, True]
+    assert summary.named_ratios(cells, "b", "x") == {"x.tpot_ratio_c1": 2.0}
+    text = compare_report.make_report(results | {"cells": cells}, draw=False).markdown()
+    assert "b, time per output token: **2.00x** for 1 x 8:4" in text
+    assert "b, time to first token: not steady for 1 x 8:4" in text
+    assert "Kernels may have been compiled" in text
 
 
 def test_summary_is_merged_flat(tmp_path: Path) -> None:
@@ -85,11 +115,9 @@ def test_summary_is_merged_flat(tmp_path: Path) -> None:
     cells = summary.condense(MEASURED, ["a", "b"])
     cells.append({**cells[0], "input_len": 1024})
     named = summary.named_ratios(cells, "b", "main_job.x")
-    assert list(named) == [
-        "main_job.x.ratio_c1",
-        "main_job.x.ratio_c8",
-        "main_job.x.ratio_c1_1024x4",
-    ]
+    kinds = ("tpot_ratio_c", "ttft_ratio_c", "ratio_c")
+    loads = ("1", "8", "1_1024x4")
+    assert list(named) == [f"main_job.x.{kind}{load}" for load in loads for kind in kinds]
     summary.merge_summary(path, {"other": 3}, tmp_path / "cpu" / "o.json")
     summary.merge_summary(path, named, tmp_path / "h200" / "x" / "results.json")
     known = json.loads(path.read_text())
@@ -103,15 +131,17 @@ def test_summary_is_merged_flat(tmp_path: Path) -> None:
 
 
 def test_report_has_figures_ratios_and_a_warning(results: dict[str, Any]) -> None:
-    text = report.markdown(results)
-    assert "**1.25x** for 1 x 8:4, **0.50x** for 8 x 8:4" in text
-    assert "1.250 (1.000 to 1.500)" in text
-    assert "| a | 1.00 | 1.50 | 5,000 | 3, 4 |" in text
+    text = compare_report.make_report(results, draw=False).markdown()
+    assert "time per output token: **1.00x** for 1 x 8:4, **1.00x** for 8 x 8:4" in text
+    assert "1.25x (1.00 to 1.50)" in text
+    assert text.index("time per output token") < text.index("GiB") < text.index("Throughput")
+    assert "| a | 1.00 | 1.50 | 5,000 | 3, 4 |" in text and "KV cache GiB" not in text
     assert "`A 'x' B`" in text
     assert "`X=1 vllm serve m`" in text
     assert "Other programs were running" in text
     results["environment"]["gpus"] = [{"name": "H200"}]
-    assert "Other programs were running" not in report.markdown(results)
+    idle = compare_report.make_report(results, draw=False)
+    assert "Other programs were running" not in idle.text()
 
 
 def test_folder_is_written_whole_or_not_at_all(
@@ -120,14 +150,16 @@ def test_folder_is_written_whole_or_not_at_all(
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "a.log").write_text("hello")
-    report.write_folder(results, tmp_path / "out", logs)
+    compare_report.write_folder(results, tmp_path / "out", logs)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"results.json", "report.md", "chart.png", "server-logs.txt"}
-    assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert names == {*compare_report.FILES, *compare_report.CHARTS}
+    for name in compare_report.CHARTS:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "report.html").read_text().count("data:image/png") == 3
     assert "hello" in (tmp_path / "out" / "server-logs.txt").read_text()
-    monkeypatch.setattr(report, "draw_chart", lambda *a: (_ for _ in ()).throw(RuntimeError("x")))
-    with pytest.raises(RuntimeError):
-        report.write_folder(results, tmp_path / "other", logs)
+    monkeypatch.setattr(compare_report, "_charts", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare_report.write_folder(results, tmp_path / "other", logs)
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "out"}
 
 
