@@ -28,6 +28,8 @@ MODEL_CLASSES = {
 # Llama's time to first token at 8 concurrent requests is longer (docs/decode.md)
 GRAPH_TOKENS = 1024
 
+SCHEDULER = "oss_fused.plugin.scheduler.make_scheduler"
+
 # Python's own, which needs nothing of vLLM
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,8 @@ def prepare_server(vllm_config: VllmConfig) -> None:
         _or_warn(_register_monitor)
     if options.short_step:
         shorten_steps(vllm_config)
+        if options.burst != 1:
+            choose_worker(vllm_config)
 
 
 def shorten_steps(vllm_config: VllmConfig) -> None:
@@ -153,11 +157,26 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
     """
     scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = "oss_fused.plugin.scheduler.make_scheduler"
+        scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
     # with drafts vLLM adds sizes of its own, unless the largest one is given
     if chosen == (None, None) and vllm_config.speculative_config is None:
         graphs.max_cudagraph_capture_size = min(GRAPH_TOKENS, scheduler.max_num_batched_tokens)
+
+
+def choose_worker(vllm_config: VllmConfig) -> None:
+    """Select the worker of bursts (plugin/burst_runner.py), unless the user chose another one."""
+    from vllm.platforms import current_platform
+
+    from oss_fused.plugin.burst import WORKER, say_single
+    from oss_fused.plugin.burst_metrics import count_bursts
+
+    parallel = vllm_config.parallel_config
+    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+        say_single("--scheduler-cls")
+    elif parallel.worker_cls == "auto" and current_platform.is_cuda():
+        parallel.worker_cls = WORKER
+        count_bursts()
 
 
 def _add_to_settings(

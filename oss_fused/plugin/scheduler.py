@@ -28,6 +28,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from oss_fused.plugin.burst import BurstScheduler, say_single, start_bursts
+from oss_fused.plugin.options import serving_options
+
 
 class StepKVCacheManager(KVCacheManager):
     """vLLM's manager, for full attention and sliding windows; skips steps that stay in a block."""
@@ -90,8 +93,15 @@ class StepKVCacheManager(KVCacheManager):
 def make_scheduler(vllm_config: VllmConfig, **options: Any) -> Scheduler:
     """What vLLM's engine calls in place of a scheduler class; ``options`` are the class's."""
     chosen = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    if serving_options(vllm_config).burst != 1:
+        if chosen is AsyncScheduler:
+            chosen = BurstScheduler
+        else:
+            say_single("synchronous scheduling")
     scheduler = chosen(vllm_config=vllm_config, **options)
     shorten(scheduler.kv_cache_manager)
+    if isinstance(scheduler, BurstScheduler):
+        start_bursts(scheduler, vllm_config)
     return scheduler
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import (
@@ -25,6 +25,7 @@ from oss_fused.quant.scheme import (
 
 QUANT_METHOD = "oss_fp8"
 FORMAT_VERSION = 1
+LONGEST_BURST = 16
 MXFP4_METHODS = ("mxfp4", "gpt_oss_mxfp4")
 
 ExpertsLayout = Literal["mxfp4", "fp8", "bf16"]
@@ -75,6 +76,8 @@ class ServingOptions(BaseModel):
             vLLM's model classes.
         short_step: fewer host operations per step (plugin/model_state.py, plugin/scheduler.py,
             larger CUDA graphs); without, as vLLM.
+        burst: decode steps in one engine step (plugin/burst.py): "auto" takes what hides the host
+            from the device within 5 ms.
         monitor_every: sample the inputs of FP8 layers in one step in so many; 0 disables.
         monitor_policy: file that lists layers to serve with 16-bit activations; the monitor adds
             to it.
@@ -87,8 +90,24 @@ class ServingOptions(BaseModel):
     attention_kernels: Literal["auto", "vllm"] = "auto"
     fused_layers: bool = True
     short_step: bool = True
+    burst: int | str = 1
     monitor_every: Annotated[int, Field(ge=0)] = 0
     monitor_policy: str | None = None
+
+    @field_validator("burst", mode="before")
+    @classmethod
+    def _length_of_a_burst(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and 1 <= value <= LONGEST_BURST):
+            return value
+        raise ValueError(f"expected 'auto' or a whole number from 1 to {LONGEST_BURST}")
+
+    @model_validator(mode="after")
+    def _bursts_need_our_scheduler(self) -> ServingOptions:
+        if self.burst != 1 and not self.short_step:
+            raise ValueError(
+                f"burst={self.burst!r} with short_step=False: expected short_step=True"
+            )
+        return self
 
 
 class Settings(BaseModel):

@@ -99,7 +99,12 @@ TOLERANCE = {FP8: 0.02, BF16: 6e-3, torch.float32: 1e-5}
 
 
 def on(device, args):
-    return [a.to(device).clone() if isinstance(a, torch.Tensor) else a for a in args]
+    def move(a):
+        if isinstance(a, list):
+            return [move(each) for each in a]
+        return a.to(device).clone() if isinstance(a, torch.Tensor) else a
+
+    return [move(a) for a in args]
 
 
 def values(result):

@@ -13,7 +13,8 @@ import pytest
 
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
-from oss_fused.plugin import compat
+from oss_fused.plugin import burst_metrics, compat
+from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.registration import MODEL_CLASSES, prepare_server, register_all
 
@@ -206,6 +207,40 @@ def test_refuses_other_quantised_checkpoints():
 
     with pytest.raises(SchemeError, match="gptq"):
         OssFp8Config.override_quantization_method({"quant_method": "gptq"}, "oss_fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "chosen"),
+    [
+        ({"burst": "auto"}, {}, WORKER),
+        ({"burst": 2}, {}, WORKER),
+        ({"burst": 1}, {}, "auto"),
+        ({}, {}, "auto"),
+        ({"burst": 8}, {"worker_cls": "my.Worker"}, "my.Worker"),
+        ({"burst": 8}, {"scheduler_cls": "my.Scheduler"}, "auto"),
+        ({"burst": 8}, {"on_gpu": False}, "auto"),
+    ],
+)
+def test_which_worker(options, changes, chosen, monkeypatch):
+    from vllm.platforms import current_platform
+
+    counted = []
+    monkeypatch.setattr(burst_metrics, "count_bursts", lambda: counted.append(1))
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: changes.get("on_gpu", True))
+    sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization="oss_fp8", runner_type="generate"),
+        additional_config={"oss_fused": options},
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=changes.get("scheduler_cls"), max_num_batched_tokens=8192
+        ),
+        compilation_config=SimpleNamespace(**sizes),
+        parallel_config=SimpleNamespace(worker_cls=changes.get("worker_cls", "auto")),
+        speculative_config=None,
+    )
+    prepare_server(config)
+    assert config.parallel_config.worker_cls == chosen
+    assert bool(counted) == (chosen == WORKER)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,11 @@ def test_options_of_serving_hold_for_every_checkpoint():
         ({"expert_kernel": "vllm"}, "no option 'expert_kernel'; expected some of .*expert_kernels"),
         ({"expert_kernels": "oss"}, "expert_kernels='oss': .*'auto', 'native' or 'vllm'"),
         ({"short_step": "no"}, "short_step='no': .*boolean"),
+        *(
+            ({"burst": value}, f"burst={re.escape(repr(value))}: .*'auto' or .* from 1 to 16")
+            for value in (0, 17, "8", 2.0, True, None)
+        ),
+        ({"burst": 2, "short_step": False}, "burst=2 with short_step=False"),
         ({"monitor_every": -1}, "monitor_every=-1: .*greater than or equal to 0"),
         ({"monitor_every": True}, "monitor_every=True: .*integer"),
         ({"monitor_policy": 3}, "monitor_policy=3: .*string"),
@@ -139,6 +144,11 @@ def test_options_of_serving_hold_for_every_checkpoint():
 def test_bad_options_of_serving(raw, message):
     with pytest.raises(SchemeError, match=message):
         with_options(from_checkpoint(CALIBRATED), raw)
+
+
+@pytest.mark.parametrize("burst", ["auto", 1, 16])
+def test_length_of_a_burst(burst):
+    assert with_options(from_checkpoint(CALIBRATED), {"burst": burst}).serving.burst == burst
 
 
 def test_serving_options_come_from_the_command_line_only():
