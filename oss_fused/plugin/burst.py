@@ -170,7 +170,8 @@ class BurstScheduler(AsyncScheduler):
             # slots for later tokens stay for later steps
             self._burst = 1
         # read by the worker; survives pickling, as SchedulerOutput has no slots
-        scheduler_output.burst = self._burst  # type: ignore[attr-defined]
+        to_worker: Any = scheduler_output
+        to_worker.burst = self._burst
         if self._burst > 1:
             for name in scheduler_output.num_scheduled_tokens:
                 _advance(self.requests[name], self._burst - 1)

@@ -37,4 +37,4 @@ def count_bursts() -> None:
             latencies[-1:] = [latencies[-1] / tokens] * tokens
 
     update.oss_bursts = True  # type: ignore[attr-defined]
-    IterationStats.update_from_output = update  # type: ignore[method-assign]
+    IterationStats.update_from_output = update

@@ -174,7 +174,11 @@ def choose_worker(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
         say_single("--scheduler-cls")
-    elif parallel.worker_cls == "auto" and current_platform.is_cuda():
+    elif (
+        parallel.worker_cls == "auto"
+        and current_platform.is_cuda()
+        and vllm_config.model_config.runner_type != "pooling"
+    ):
         parallel.worker_cls = WORKER
         count_bursts()
 

@@ -219,6 +219,7 @@ def test_refuses_other_quantised_checkpoints():
         ({"burst": 8}, {"worker_cls": "my.Worker"}, "my.Worker"),
         ({"burst": 8}, {"scheduler_cls": "my.Scheduler"}, "auto"),
         ({"burst": 8}, {"on_gpu": False}, "auto"),
+        ({"burst": 8}, {"runner_type": "pooling"}, "auto"),
     ],
 )
 def test_which_worker(options, changes, chosen, monkeypatch):
@@ -229,7 +230,9 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: changes.get("on_gpu", True))
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization="oss_fp8", runner_type="generate"),
+        model_config=SimpleNamespace(
+            quantization="oss_fp8", runner_type=changes.get("runner_type", "generate")
+        ),
         additional_config={"oss_fused": options},
         scheduler_config=SimpleNamespace(
             scheduler_cls=changes.get("scheduler_cls"), max_num_batched_tokens=8192
