@@ -129,6 +129,8 @@ def test_linear_in_one_launch(m, dtype, device, monkeypatch):
     q, scale = get_kernel("triton", "quantize_fp8")(x, None, "token")
     want = get_kernel("triton", "fp8_gemm")(q, w, scale, w_scale, bias, dtype)
     assert relative_error(got, want.double()) < 2**-9
+    twin = get_kernel("torch", "fp8_linear")(x, w, w_scale, None, bias)
+    assert relative_error(got, twin.double()) < TOLERANCE[dtype]
     x[m - 1, 7] = float("inf")
     got = get_kernel("triton", "fp8_linear")(x, w, w_scale, None, bias)
     assert got[m - 1].isnan().all() and got[: m - 1].isfinite().all()
