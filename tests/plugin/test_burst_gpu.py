@@ -297,7 +297,8 @@ def compare(results: list[dict[str, Any]], name: str, nearly: bool = False) -> N
     assert bursts["reason"] is None, f"bursts are off: {bursts['reason']}"
     for burst, of in ((1, single), (8, bursts)):
         assert name in of, f"K = {burst}: not run, because an earlier scenario failed"
-        assert not isinstance(of[name], str), f"K = {burst}: {of[name]}"
+        if isinstance(of[name], str):
+            pytest.fail(f"K = {burst}: {of[name]}")
     assert set(single[f"{name} sizes"]) == {1}
     assert 8 in bursts[f"{name} sizes"], f"no bursts: {bursts[f'{name} sizes']}"
     expected, got = single[name], bursts[name]
@@ -306,7 +307,15 @@ def compare(results: list[dict[str, Any]], name: str, nearly: bool = False) -> N
         *got, misses = got
         assert max(expected_misses) < NEAR, f"K = 1 misses by {expected_misses}"
         assert max(misses) < NEAR, f"K = 8 misses by {misses}, K = 1 by {expected_misses}"
-    assert got == expected, f"K = 8:\n{got}\nK = 1:\n{expected}"
+    if got != expected:
+        pytest.fail(first_difference(str(expected), str(got)))
+
+
+def first_difference(expected: str, got: str) -> str:
+    """Where two results begin to differ, in a few words."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, got)) if a != b), 0)
+    begin = max(0, at - 60)
+    return f"at {at}: K = 1 {expected[begin : at + 60]!r}, K = 8 {got[begin : at + 60]!r}"
 
 
 @pytest.mark.parametrize("scenario", [s.__name__ for s in EXACT])
