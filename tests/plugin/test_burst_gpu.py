@@ -336,10 +336,12 @@ def test_without_graphs_over_an_fp8_cache_that_is_full(tmp_path: Any) -> None:
         [greedy, together, preemption],
         enforce_eager=True,
         num_gpu_blocks_override=30,
+        block_size=16,
     )
     compare(results, "greedy")
     compare(results, "together")
     compare(results, "preemption", nearly=True)
+    assert results[0]["preemption"][1], "nobody was preempted"
 
 
 def test_flash_attention_in_graphs(folder: Any) -> None:
