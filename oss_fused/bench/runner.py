@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
+from oss_fused.bench.problems import OperatorProblem
 from oss_fused.errors import BackendUnavailableError, OssFusedError, SchemeError, TritonKernelError
 from oss_fused.kernels.op import available_backends, get_kernel, operations
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
-Problem = RMSNormRoPEInput | GatedMLPInput | FP8GEMMInput
+Problem = RMSNormRoPEInput | GatedMLPInput | FP8GEMMInput | OperatorProblem
 Implementation = Callable[..., torch.Tensor]
 
 
@@ -90,6 +91,8 @@ def oracle(problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
         name: value.detach().cpu().double() if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
+    if isinstance(problem, OperatorProblem):
+        return problem.oracle(wide)
     if isinstance(problem, FP8GEMMInput):
         return wide["a"] @ wide["b"]
     x = wide["x"]
@@ -168,7 +171,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _cases(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
-    key = "a" if isinstance(problem, FP8GEMMInput) else "x"
+    key, small, takes_inf = _varied(problem)
     base = problem.make()
 
     def changed(change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
@@ -180,8 +183,6 @@ def _cases(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
         # the last element: a kernel that stops early or masks wrongly misses it
         return lambda t: t.reshape(-1)[-1:].fill_(value)
 
-    # small enough for eps to matter in the norm; a product must stay above fp16's subnormals
-    small = 2.0**-10 if isinstance(problem, RMSNormRoPEInput) else 2.0**-4
     cases = [
         ("random", base),
         ("random, another seed", problem.make(seed=1)),
@@ -194,6 +195,16 @@ def _cases(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
         cases.append(("NaN", changed(poke(float("nan")))))
         # an infinity meets weights of both signs: the exact pattern of Inf and NaN is the
         # summation order's, so only the norm, whose formula fixes it, is checked
-        if isinstance(problem, RMSNormRoPEInput):
+        if takes_inf:
             cases.append(("Inf", changed(poke(float("inf")))))
     return cases
+
+
+def _varied(problem: Problem) -> tuple[str, float, bool]:
+    """The argument that the cases change, the factor that makes it small, whether Inf is one."""
+    if isinstance(problem, OperatorProblem):
+        return problem.varied, problem.small_factor, problem.takes_inf
+    # small enough for eps to matter in the norm; a product must stay above fp16's subnormals
+    norm = isinstance(problem, RMSNormRoPEInput)
+    key = "a" if isinstance(problem, FP8GEMMInput) else "x"
+    return key, 2.0**-10 if norm else 2.0**-4, norm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
 from oss_fused.bench.implementations import implementations
+from oss_fused.bench.operators import OperatorBenchmarks
+from oss_fused.bench.problems import OperatorProblem
 from oss_fused.bench.report import Report
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
 from oss_fused.bench.runner import Implementation, Problem, verify
@@ -69,7 +71,7 @@ class BenchmarkRow:
         return f"{self.operation}/{self.problem}/{self.implementation}"
 
 
-class BenchmarkSuite:
+class BenchmarkSuite(OperatorBenchmarks):
     """Collects rows of several benchmarks and reports them together.
 
     Args:
@@ -185,7 +187,7 @@ class BenchmarkSuite:
         self,
         operation: str,
         problems: Sequence[Problem],
-        implementations: dict[str, Implementation],
+        implementations: Mapping[str, Implementation],
     ) -> list[BenchmarkRow]:
         """Verify and time each implementation; the first one is what speed-ups refer to.
 
@@ -341,6 +343,8 @@ class BenchmarkSuite:
 
 def describe(problem: Problem) -> str:
     """Short text of a problem's sizes, e.g. ``1x128x2048x64``, with the activation if any."""
+    if isinstance(problem, OperatorProblem):
+        return problem.label()
     sizes = "x".join(str(size) for size in problem.shape)
     return f"{sizes} {problem.activation}" if isinstance(problem, GatedMLPInput) else sizes
 
@@ -352,6 +356,8 @@ def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _small(problem: Problem) -> Problem:
     """The same kind of problem at a size whose float64 oracle takes milliseconds."""
+    if isinstance(problem, OperatorProblem):
+        return problem.small()
     if isinstance(problem, FP8GEMMInput):
         return replace(
             problem,

@@ -90,3 +90,33 @@ def dot_fp8(a, b, acc):
         return tl.dot(from_fp8(a), from_fp8(b), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def mix_bits(x):
+    """A permutation of uint32 whose output bits look independent; see kernels/random_mask.py."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_bits(seed, row):
+    """What ``kept`` wants of rows: int64 ``row`` of the mask of the folded ``seed``."""
+    low = row.to(tl.uint32)
+    high = (row >> 32).to(tl.uint32)
+    return mix_bits(seed.to(tl.uint32) ^ mix_bits(low ^ mix_bits(high)))
+
+
+@triton.jit
+def column_bits(column):
+    """What ``kept`` wants of columns."""
+    return mix_bits(column.to(tl.uint32) ^ 0x1E3779B9)
+
+
+@triton.jit
+def kept(rows, columns, threshold):
+    """Whether dropout keeps an element; ``threshold`` = (share dropped) * 2**32."""
+    return mix_bits(rows ^ columns).to(tl.int64) >= threshold
