@@ -15,7 +15,7 @@ from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.experts import convert_experts
 from oss_fused.quant.formats import FORMATS, dequantize, quantize
 from oss_fused.quant.plan import CheckpointPlan, Step
-from oss_fused.quant.scalers import choose_group_size
+from oss_fused.quant.scaler_choice import choose_group_size
 from oss_fused.quant.smoothing import Rescaled
 
 _BINS = 64

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: MIT
 """Scalers by name: each learns scales from tensors it sees, and its state can be saved.
 
-``DynamicScaler`` follows a moving average of amax for the whole tensor, ``PerChannelScaler`` keeps
-the largest amax of each row, ``GroupScaler`` of each group of neighbouring values in a row.
+``DynamicScaler`` follows a moving average of amax for the whole tensor, ``PerChannelScaler`` one of
+each value of the last dimension. ``GroupScaler`` keeps the largest amax of each group of neighbours
+in a row, or, where it is told the number of channels, a moving average of each group of them.
+
+A moving average holds still where a new amax is ``outlier_factor`` times the average: one outlier
+would move the scale as far. ``patience`` of them in a row are no outliers but a new level.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +20,14 @@ import torch
 from oss_fused.errors import NumericalOverflowError, SchemeError, ShapeMismatchError
 from oss_fused.quant.formats import (
     E4M3,
-    E5M2,
     FORMATS,
     FP8Format,
     amax_to_scale,
     dequantize,
     quantize,
-    relative_error,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Scaler(ABC):
@@ -54,6 +58,8 @@ class Scaler(ABC):
             NumericalOverflowError: x has NaN or Inf; the state is left as it was.
             ShapeMismatchError: x does not fit what was seen before.
         """
+        if not x.numel():
+            return
         amax = self._amax_of(x.detach().float())
         if not bool(amax.isfinite().all()):
             raise NumericalOverflowError(f"{self.name} scaler: x holds NaN or Inf")
@@ -140,77 +146,199 @@ class Scaler(ABC):
         return scale
 
     def _code(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return quantize(x, "tensor" if scale.numel() == 1 else "channel", scale, self.fmt)[0]
+        return quantize(x, "tensor", scale, self.fmt)[0]
 
     def _decode(self, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return dequantize(q, scale)
 
 
-class DynamicScaler(Scaler):
-    """One scale [1] from an exponential moving average of amax."""
+class AveragingScaler(Scaler):
+    """Follows an exponential moving average of amax, and holds still for outliers.
 
-    name = "dynamic"
+    Attributes:
+        seen: amax of the last tensor, whether it was merged or held.
+        steps: tensors seen.
+        anomalies: of each tensor with an outlier: step, how many scales were held, largest ratio.
+    """
 
-    def __init__(self, fmt: FP8Format = E4M3, margin: float = 1.0, momentum: float = 0.9) -> None:
-        """``momentum`` is the weight of the past, in [0, 1)."""
+    def __init__(
+        self,
+        fmt: FP8Format = E4M3,
+        margin: float = 1.0,
+        momentum: float = 0.9,
+        outlier_factor: float = 32.0,
+        patience: int = 3,
+    ) -> None:
+        """Start with nothing seen.
+
+        Args:
+            fmt: the target format.
+            margin: factor on amax.
+            momentum: weight of the past, in [0, 1).
+            outlier_factor: an amax of more than so many averages is held back.
+            patience: so many of them in a row become the new average.
+
+        Raises:
+            SchemeError: a setting is out of range.
+        """
         super().__init__(fmt, margin)
         if not 0 <= momentum < 1:
             raise SchemeError(f"momentum={momentum}: expected a number in [0, 1)")
-        self.momentum = momentum
+        if not outlier_factor > 1:
+            raise SchemeError(f"outlier_factor={outlier_factor}: expected a number above 1")
+        if patience < 1:
+            raise SchemeError(f"patience={patience}: expected at least 1")
+        self.momentum, self.outlier_factor, self.patience = momentum, outlier_factor, patience
+        self.seen: torch.Tensor | None = None
+        self.steps = 0
+        self.anomalies: list[dict[str, float]] = []
+        self._streak: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor) -> None:
+        """Take a tensor [..., K] into account; see Scaler.update."""
+        first = self.amax is None
+        super().update(x)
+        self.steps += 1
+        if first:
+            self.seen = self.amax
+
+    def _merge(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        self.seen = new
+        outlier = (old > 0) & (new > self.outlier_factor * old)
+        streak = torch.zeros_like(old) if self._streak is None else self._streak
+        self._streak = torch.where(outlier, streak + 1, 0.0)
+        settled = self._streak >= self.patience
+        held = outlier & ~settled
+        if bool(held.any()):
+            self._report(held, new / old)
+        average = self.momentum * old + (1 - self.momentum) * new
+        # of a channel that was zero so far there is no average
+        average = torch.where((old == 0) | settled, new, average)
+        return torch.where(held, old, average)
+
+    def _report(self, held: torch.Tensor, ratio: torch.Tensor) -> None:
+        largest = float(ratio[held].max())
+        count = int(held.sum())
+        self.anomalies.append({"step": self.steps, "held": count, "ratio": largest})
+        _log.warning(
+            "%s scaler: step %d: amax is %.0f times its average in %d of %d scales; held",
+            self.name, self.steps, largest, count, held.numel(),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` restores."""
+        return {
+            **super().state_dict(),
+            "momentum": self.momentum,
+            "outlier_factor": self.outlier_factor,
+            "patience": self.patience,
+            "steps": self.steps,
+            "seen": self.seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+        super().load_state_dict(state)
+        for setting in ("momentum", "outlier_factor", "patience", "steps"):
+            setattr(self, setting, state[setting])
+        self.seen = None if state["seen"] is None else state["seen"].clone()
+        self._streak = None
+
+
+class DynamicScaler(AveragingScaler):
+    """One scale [1] from a moving average of amax."""
+
+    name = "dynamic"
 
     def _amax_of(self, x: torch.Tensor) -> torch.Tensor:
         return x.abs().amax().view(1)
 
-    def _merge(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return self.momentum * old + (1 - self.momentum) * new
 
-    def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` restores."""
-        return {**super().state_dict(), "momentum": self.momentum}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        super().load_state_dict(state)
-        self.momentum = state["momentum"]
+def _code_columns(x: torch.Tensor, scale: torch.Tensor, fmt: FP8Format) -> torch.Tensor:
+    wide = x.float()
+    scaled = (wide * scale.reciprocal()).clamp_(-fmt.max, fmt.max)
+    return scaled.masked_fill_(wide.isinf(), float("nan")).to(fmt.dtype)
 
 
-class PerChannelScaler(Scaler):
-    """A scale per row [N, 1] of a matrix [N, K], from the largest amax seen."""
+class PerChannelScaler(AveragingScaler):
+    """A scale per value of the last dimension [K], over all others: their sizes may change."""
 
     name = "per_channel"
 
     def _amax_of(self, x: torch.Tensor) -> torch.Tensor:
-        return x.abs().amax(-1, keepdim=True)
+        return x.abs().reshape(-1, x.shape[-1]).amax(0)
+
+    def _code(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return _code_columns(x, scale, self.fmt)
+
+    def _decode(self, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return q.float() * scale
 
 
-class GroupScaler(Scaler):
-    """A scale per ``group_size`` neighbours of a row: [N, K / group_size]."""
+class GroupScaler(AveragingScaler):
+    """A scale per ``group_size`` neighbours.
+
+    Of a matrix: [N, K / group_size], from the largest amax seen. With ``channels`` = K: [K /
+    group_size], a moving average over all other dimensions; ``per_channel`` expands it to [K], what
+    a kernel takes.
+    """
 
     name = "group"
 
-    def __init__(self, fmt: FP8Format = E4M3, margin: float = 1.0, group_size: int = 128) -> None:
-        """``group_size`` divides the last dimension of every tensor to come."""
-        super().__init__(fmt, margin)
+    def __init__(
+        self,
+        fmt: FP8Format = E4M3,
+        margin: float = 1.0,
+        group_size: int = 128,
+        channels: int | None = None,
+        **averaging: Any,
+    ) -> None:
+        """``group_size`` divides the last dimension of every tensor to come.
+
+        Raises:
+            SchemeError: ``group_size`` is below 1, or does not divide ``channels``.
+        """
+        super().__init__(fmt, margin, **averaging)
         if group_size < 1:
             raise SchemeError(f"group_size={group_size}: expected a number above 0")
-        self.group_size = group_size
+        if channels is not None and channels % group_size:
+            raise SchemeError(f"group_size={group_size}: expected a divisor of channels={channels}")
+        self.group_size, self.channels = group_size, channels
+
+    def per_channel(self) -> torch.Tensor:
+        """The scale of each value of a row: [..., K]."""
+        return self.scale().repeat_interleave(self.group_size, -1)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` restores."""
-        return {**super().state_dict(), "group_size": self.group_size}
+        return {
+            **super().state_dict(),
+            "group_size": self.group_size,
+            "channels": self.channels,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         super().load_state_dict(state)
-        self.group_size = state["group_size"]
+        self.group_size, self.channels = state["group_size"], state["channels"]
 
     def _amax_of(self, x: torch.Tensor) -> torch.Tensor:
-        return self._grouped(x).abs().amax(-1)
+        if self.channels is not None and x.shape[-1] != self.channels:
+            raise ShapeMismatchError(
+                f"x.shape={tuple(x.shape)}: expected a last dimension of channels={self.channels}"
+            )
+        amax = self._grouped(x).abs().amax(-1)
+        return amax if self.channels is None else amax.reshape(-1, amax.shape[-1]).amax(0)
+
+    def _merge(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(old, new) if self.channels is None else super()._merge(old, new)
 
     def _spread(self, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return scale.repeat_interleave(self.group_size, -1)
 
     def _code(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if self.channels is not None:
+            return _code_columns(x, self._spread(scale, x), self.fmt)
         groups = self._grouped(x).reshape(-1, self.group_size)
         return quantize(groups, "channel", scale.reshape(-1, 1), self.fmt)[0].view(x.shape)
 
@@ -240,50 +368,3 @@ def make_scaler(name: str, **settings: Any) -> Scaler:
     if name not in SCALERS:
         raise SchemeError(f"scaler={name!r}: expected one of {', '.join(SCALERS)}")
     return SCALERS[name](**settings)
-
-
-def choose_format(x: torch.Tensor, strategy: str = "channel") -> tuple[FP8Format, float]:
-    """E4M3 or E5M2, whichever keeps ``x`` better, with its relative RMS error; ties take E4M3."""
-    errors = {
-        fmt.name: relative_error(x, dequantize(*quantize(x, strategy, fmt=fmt)))
-        for fmt in (E4M3, E5M2)
-    }
-    best = min(errors, key=lambda name: errors[name])
-    return FORMATS[best], errors[best]
-
-
-def choose_group_size(
-    samples: Iterable[torch.Tensor],
-    clip_target: float,
-    candidates: Iterable[int],
-    margin: float = 1.0,
-    fmt: FP8Format = E4M3,
-) -> tuple[int, float, float]:
-    """The group size with the least error among those that clip at most ``clip_target``.
-
-    Scales are learnt from the first sample and judged on the others.
-
-    Returns:
-        Group size, relative RMS error and clip ratio.
-
-    Raises:
-        SchemeError: no candidate keeps the target; says what the best one clips.
-    """
-    first, *others = samples
-    judged = others or [first]
-    results = []
-    for size in candidates:
-        scaler = GroupScaler(fmt, margin, size)
-        scaler.update(first)
-        clipped = sum(scaler.clip_ratio(x) for x in judged) / len(judged)
-        errors = [relative_error(x, scaler.dequantize(scaler.quantize(x))) for x in judged]
-        results.append((sum(errors) / len(errors), size, clipped))
-    within = [result for result in results if result[2] <= clip_target]
-    if not within:
-        least = min(results, key=lambda result: result[2])
-        raise SchemeError(
-            f"--clip-target={clip_target}: not met by any of --group-candidates; the best, "
-            f"{least[1]}, clips {least[2]:.2%}"
-        )
-    error, size, clipped = min(within)
-    return size, error, clipped

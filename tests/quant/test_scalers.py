@@ -6,13 +6,12 @@ import torch
 
 from oss_fused.errors import NumericalOverflowError, SchemeError, ShapeMismatchError
 from oss_fused.quant.formats import E4M3, E5M2, dequantize, quantize, relative_error
+from oss_fused.quant.scaler_choice import choose_format, choose_group_size
 from oss_fused.quant.scalers import (
     SCALERS,
     DynamicScaler,
     GroupScaler,
     PerChannelScaler,
-    choose_format,
-    choose_group_size,
     make_scaler,
 )
 
@@ -24,15 +23,59 @@ def test_dynamic_scaler_follows_a_moving_average() -> None:
     assert torch.equal(scaler.scale(), torch.tensor([5.0]) / 448)
 
 
-def test_per_channel_scaler_is_channel_quantisation() -> None:
-    x, scaler = torch.randn(5, 40), PerChannelScaler()
+def test_per_channel_scaler_averages_each_value_of_the_last_dimension() -> None:
+    x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
+    scaler = PerChannelScaler(momentum=0.75)
     scaler.update(x)
-    q, scale = quantize(x, "channel")
-    assert torch.equal(scaler.scale(), scale)
-    assert torch.equal(scaler.quantize(x).float(), q.float())
-    assert torch.equal(scaler.dequantize(q), dequantize(q, scale))
-    scaler.update(0.5 * x)
-    assert torch.equal(scaler.scale(), scale)
+    # quantised as rows of the transpose
+    q, scale = quantize(x.flatten(0, 1).t().contiguous(), "channel")
+    assert torch.equal(scaler.scale(), scale[:, 0])
+    assert torch.equal(scaler.quantize(x).float().flatten(0, 1), q.t().float())
+    # another number of rows
+    scaler.update(3 * x[:1, :2])
+    moved = 0.75 * x.abs().amax((0, 1)) + 0.25 * 3 * x[0, :2].abs().amax(0)
+    torch.testing.assert_close(scaler.scale(), moved / 448)
+    assert torch.equal(scaler.seen, 3 * x[0, :2].abs().amax(0)) and scaler.steps == 2
+    scaler.update(x[:0])
+    assert scaler.steps == 3 and torch.isfinite(scaler.scale()).all()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_group_scaler_of_channels_expands_to_them(fmt) -> None:
+    x = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
+    scaler = GroupScaler(fmt, group_size=8, channels=32)
+    scaler.update(x)
+    assert scaler.scale().shape == (4,) and scaler.per_channel().shape == (32,)
+    amax = x.unflatten(-1, (4, 8)).abs().amax((0, 1, 3))
+    torch.testing.assert_close(scaler.scale(), amax / fmt.max)
+    scaler.update(x[:2, :3])
+    assert scaler.quantize(x).dtype == fmt.dtype
+    assert relative_error(x, scaler.dequantize(scaler.quantize(x))) < 0.07
+    with pytest.raises(ShapeMismatchError, match="channels=32"):
+        scaler.update(torch.randn(3, 64))
+    with pytest.raises(SchemeError, match="group_size=5: expected a divisor of channels=32"):
+        GroupScaler(group_size=5, channels=32)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "per_channel", "group"])
+def test_an_outlier_is_held_and_reported_and_a_new_level_is_taken(name, caplog) -> None:
+    x = torch.rand(64, 32, generator=torch.Generator().manual_seed(0)) + 0.5
+    scaler = make_scaler(name, **({"group_size": 8, "channels": 32} if name == "group" else {}))
+    for _ in range(3):
+        scaler.update(x)
+    before = scaler.scale()
+    spiked = x.clone()
+    spiked[5, 3] = 1500
+    scaler.update(spiked)
+    torch.testing.assert_close(scaler.scale(), before, rtol=1e-5, atol=0)
+    assert len(scaler.anomalies) == 1 and scaler.anomalies[0]["held"] == 1
+    assert 500 < scaler.anomalies[0]["ratio"] < 2000 and "held" in caplog.text
+    scaler.update(x)
+    # not the same outlier twice in a row: the count starts again
+    for step in range(3):
+        assert scaler.scale().max() < 2 * before.max(), step
+        scaler.update(1000 * x)
+    torch.testing.assert_close(scaler.scale(), 1000 * before, rtol=1e-5, atol=0)
 
 
 def test_group_scaler_quantises_each_group_as_a_row() -> None:
@@ -107,10 +150,13 @@ def test_wrong_settings_are_named() -> None:
         make_scaler("group", group_size=0)
     with pytest.raises(SchemeError, match="expected the state of a 'group' scaler"):
         make_scaler("group").load_state_dict(make_scaler("dynamic").state_dict())
+    for setting in ({"outlier_factor": 1.0}, {"patience": 0}):
+        with pytest.raises(SchemeError, match=next(iter(setting))):
+            make_scaler("per_channel", **setting)
     scaler = make_scaler("per_channel")
     scaler.update(torch.randn(2, 8))
-    with pytest.raises(ShapeMismatchError, match=r"expected \(2, 1\), as before"):
-        scaler.update(torch.randn(3, 8))
+    with pytest.raises(ShapeMismatchError, match=r"expected \(8,\), as before"):
+        scaler.update(torch.randn(2, 9))
 
 
 def test_the_format_is_chosen_by_measured_error() -> None:
