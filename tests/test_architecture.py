@@ -23,13 +23,15 @@ RANK = {
     "specs": 4,
     "autograd": 5,
     "functional": 6,
+    "normalization": 6,
     "layers/hf": 7,
     "quant": 7,
-    "bench": 8,
-    "analysis": 9,
-    "tuning": 9,
-    "layers/vllm": 10,
-    "plugin": 11,
+    "attention": 8,
+    "bench": 9,
+    "analysis": 10,
+    "tuning": 10,
+    "layers/vllm": 11,
+    "plugin": 12,
 }
 # module -> folders whose files may import it
 ONLY_IN = {

@@ -1,6 +1,32 @@
 # SPDX-License-Identifier: MIT
 """Operations: one folder a subject. Importing this package declares them all."""
 
-from oss_fused.kernels import attention, decode_inputs, gemm, mlp, moe, norm, qkv, quantize, rope
+from oss_fused.kernels import (
+    attention,
+    decode_inputs,
+    flash_attention,
+    gemm,
+    layer_norm,
+    mlp,
+    moe,
+    norm,
+    qkv,
+    quantize,
+    rope,
+    softmax,
+)
 
-__all__ = ["attention", "decode_inputs", "gemm", "mlp", "moe", "norm", "qkv", "quantize", "rope"]
+__all__ = [
+    "attention",
+    "decode_inputs",
+    "flash_attention",
+    "gemm",
+    "layer_norm",
+    "mlp",
+    "moe",
+    "norm",
+    "qkv",
+    "quantize",
+    "rope",
+    "softmax",
+]

@@ -62,6 +62,12 @@ def mlp(on, activation="silu"):
     return (randn(2, 5, 64), *pair, None, None, activation, on)
 
 
+def attention():
+    tensors = (randn(1, 2, 40, 16), randn(1, 1, 40, 16, seed=1), randn(1, 1, 40, 16, seed=2))
+    extras = (None, randn(2, seed=3), torch.tensor([0.5, 0.1]), *[None] * 4)
+    return (*tensors, *extras, 0.25, True, -1, -1, 0.0, 0)
+
+
 SCALE = torch.tensor([0.02])
 # operation -> arguments; results that are FP8 codes with a scale are compared dequantised
 CASES = {
@@ -75,12 +81,16 @@ CASES = {
     "dequantize_fp8": [(*weight(7, 64), torch.float32)],
     "fp8_gemm": [gemm("rows"), gemm("tensor"), gemm("rows", randn(48, seed=3))],
     "fp8_linear": [linear(False), linear(True)],
+    "flash_attention": [attention()],
     "gated_mlp_backward": [
         (randn(2, 5, 48, seed=4), *mlp(on)[:3], activation, on)
         for on in ("up", "gate")
         for activation in ("silu", "gelu", "gelu_tanh")
     ],
     "gated_mlp": [mlp("up"), mlp("gate"), mlp("up", "gelu"), mlp("gate", "gelu_tanh")],
+    "layer_norm": [(randn(5, 70), randn(70, seed=1), randn(70, seed=2), 1e-5, "welford")],
+    "layer_norm_stats": [(randn(5, 70), "welford")],
+    "layer_norm_dropout": [(randn(5, 70), None, None, 1e-5, 0.5, 1 << 40)],
     "quantize_fp8": [
         (randn(7, 64), scale, strategy)
         for scale, strategy in ((None, "tensor"), (None, "token"), (SCALE, "tensor"))
@@ -93,6 +103,7 @@ CASES = {
     "rmsnorm_rope": [norm_rope()],
     "rmsnorm_rope_backward": [(randn(2, 5, 256, seed=4), *norm_rope())],
     "rope_kv": [rope_kv()],
+    "softmax": [(randn(5, 70), "online")],
 }
 # codes are a grid of 3 mantissa bits: where a sum lands beside a tie the neighbour is as right
 TOLERANCE = {FP8: 0.02, BF16: 6e-3, torch.float32: 1e-5}

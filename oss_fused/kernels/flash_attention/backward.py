@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""Gradients of attention; see kernels/flash_attention.
+
+Three kernels: each row's ``log2(sum e^S)`` and ``rowsum(dO O)``; dQ, which walks over keys as
+forward does; dK and dV, which walk over the queries of all heads that share the keys. No matrix of
+logits is in memory, and no sum uses atomics: the same bits each run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.flash_attention.key_gradient import dkv_kernel
+from oss_fused.kernels.flash_attention.query_gradient import dq_kernel
+from oss_fused.kernels.flash_attention.tile import (
+    LOG2E,
+    Tiles,
+    dot_dtype,
+    head_block,
+    mask_bytes,
+    shared_memory,
+    triton_dtype,
+    unit_stride,
+)
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.random_mask import drop_threshold, fold_seed
+
+
+@triton.jit
+def _row_kernel(
+    grad, out, row_max, row_sum, log_sum, delta, rows, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    total = tl.zeros([BLOCK], tl.float32)
+    for column in tl.static_range(0, DIM_V, BLOCK_DV):
+        cols = column + tl.arange(0, BLOCK_DV)[None, :]
+        mask = inside[:, None] & (cols < DIM_V)
+        place = row[:, None] * DIM_V + cols
+        left = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(left * tl.load(out + place, mask=mask, other=0.0).to(tl.float32), 1)
+    tl.store(delta + row, total, mask=inside)
+    weight = tl.load(row_sum + row, mask=inside, other=0.0)
+    found = tl.load(row_max + row, mask=inside, other=0.0) * LOG2E + tl.log2(weight)
+    # a row that sees nothing: every weight is 2^-inf
+    tl.store(log_sum + row, tl.where(weight == 0.0, float("inf"), found), mask=inside)
+
+
+def _tiles(device: torch.device, dtype: torch.dtype, block: int) -> Tiles:
+    """The tile of a head block; queries and their gradients are in flight beside the keys held."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    held = 2 * 128 * block * dtype.itemsize
+    stages = (shared_memory(device) - held) // (2 * 64 * block * dtype.itemsize)
+    return Tiles(128, 64, 8, max(1, min(2, stages)))
+
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    dropout_p: float,
+    seed: int,
+    config: tuple[Tiles, Tiles] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v; see kernels/flash_attention for the contract.
+
+    ``config`` is the tuner's: tiles of dQ, and of dK and dV.
+    """
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys, dim_v = v.shape[1:]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape, dtype=q.dtype, device=q.device)
+    dv = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    if row_max.numel() == 0 or dk.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    grad, out = grad.contiguous(), out.contiguous()
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    mask, mask_strides = mask_bytes(mask, heads)
+    log_sum, delta = torch.empty_like(row_max), torch.empty_like(row_max)
+    # one width of both tiles: axis 2 counts tiles of dK and of dV alike
+    block = max(head_block(dim), head_block(dim_v))
+    _row_kernel[(cdiv(row_max.numel(), 64),)](
+        grad,
+        out,
+        row_max.contiguous(),
+        row_sum.contiguous(),
+        log_sum,
+        delta,
+        row_max.numel(),
+        DIM_V=dim_v,
+        BLOCK=64,
+        BLOCK_DV=head_block(dim_v),
+    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
+    numbers = (
+        scale,
+        window_left,
+        window_right,
+        fold_seed(seed),
+        drop_threshold(dropout_p),
+        1.0 / (1.0 - dropout_p),
+    )
+    tiles_q, tiles_kv = config or (
+        _tiles(q.device, q.dtype, block),
+        _swapped(_tiles(q.device, q.dtype, block)),
+    )
+    options = {
+        "HEADS": heads,
+        "GROUP": heads // kv_heads,
+        "DIM": dim,
+        "DIM_V": dim_v,
+        "CAUSAL": causal,
+        "LEFT": window_left >= 0,
+        "RIGHT": window_right >= 0,
+        "DROPOUT": dropout_p > 0,
+        "ROUND": triton_dtype(q.dtype),
+        "DTYPE": dot_dtype(q.dtype),
+        "BLOCK_D": block,
+        "BLOCK_DV": block,
+    }
+    inputs = (q, k, v, grad, mask, slopes, log_sum, delta)
+    dq_kernel[(batch * heads, cdiv(queries, tiles_q.block_m), cdiv(dim, block))](
+        *inputs,
+        dq,
+        queries,
+        keys,
+        *strides,
+        *numbers,
+        BLOCK_M=tiles_q.block_m,
+        BLOCK_N=tiles_q.block_n,
+        EVEN=keys % tiles_q.block_n == 0,
+        STAGES=tiles_q.stages,
+        num_warps=tiles_q.warps,
+        **options,
+    )
+    widest = max(cdiv(dim, block), cdiv(dim_v, block))
+    dkv_kernel[(batch * kv_heads, cdiv(keys, tiles_kv.block_n), widest)](
+        *inputs,
+        dk,
+        dv,
+        queries,
+        keys,
+        *strides,
+        *numbers,
+        BLOCK_M=tiles_kv.block_m,
+        BLOCK_N=tiles_kv.block_n,
+        EVEN=queries % tiles_kv.block_m == 0 and keys % tiles_kv.block_n == 0,
+        STAGES=tiles_kv.stages,
+        num_warps=tiles_kv.warps,
+        **options,
+    )
+    return dq, dk, dv
+
+
+def _swapped(tiles: Tiles) -> Tiles:
+    return tiles._replace(block_m=tiles.block_n, block_n=tiles.block_m)

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+r"""Measure softmax, LayerNorm and attention on one NVIDIA GPU; each is checked first.
+
+Softmax and LayerNorm: bytes per second as a share of a copy's, against PyTorch. Attention: TFLOPS
+of forward and backward against PyTorch's and, where vLLM has it, FlashAttention 3. --sweep also
+times other tiles of attention. Writes the rows as JSON, merges the figures into summary.json beside
+it, and prints a table last.
+
+    python scripts/bench_operators.py --output docs/results/h100/operators.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PARTS = ("rows", "attention")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--lengths", type=int, nargs="+", help="of attention (default: all)")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles of attention")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure the parts; returns the exit code."""
+    args = parse(argv)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench_operators: needs an NVIDIA GPU", file=sys.stderr)
+        return 1
+
+    from harness import operator_cases as cases
+    from harness.summary import merge_summary
+
+    from oss_fused.bench.timing import copy_bandwidth
+    from oss_fused.environment import fingerprint
+    from oss_fused.files import write_json
+
+    lengths = args.lengths or list(cases.LENGTHS)
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    if "attention" in args.parts:
+        cases.compile_attention(args.sweep)
+        rows += cases.attention_rows(lengths)
+        if args.sweep:
+            rows += cases.sweep_rows()
+    if "rows" in args.parts:
+        rows += cases.row_operations(bandwidth)
+    figures = cases.figures(rows)
+    results = {"kind": "oss_fused.operators", "environment": fingerprint(), "rows": rows}
+    write_json(args.output, results | {"bandwidth": bandwidth, "figures": figures})
+    merge_summary(args.output.parent / "summary.json", figures, args.output)
+    print(cases.table(rows))
+    for name, value in figures.items():
+        print(f"{name}: {value:.4g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""What bench_operators makes of its rows."""
+
+from harness import operator_cases as cases
+
+
+def row(operation, implementation, **values):
+    return {"operation": operation, "implementation": implementation, "error": "", **values}
+
+
+def squares(operation, size, share, speedup):
+    return row(operation, "oss_fused", size=size, share=share, speedup=speedup, us=1.0, gbps=2.0)
+
+
+def flash(implementation, dim, length, tflops, causal=False):
+    shape = {"dim": dim, "length": length, "causal": causal}
+    return row("flash forward", implementation, **shape, tflops=tflops, us=10.0, speedup=2.0)
+
+
+ROWS = [
+    squares("softmax", 1024, 0.4, 1.2),
+    squares("softmax", 4096, 0.92, 1.5),
+    squares("softmax", 8192, 0.95, 1.4),
+    {**squares("layer_norm", 8192, 0.9, 1.4), "error": "row 3 is NaN"},
+    flash("oss_fused", 64, 16384, 410.0),
+    flash("flash_attention_3", 64, 16384, 400.0),
+    flash("oss_fused", 64, 512, 150.0, causal=True),
+    flash("flash_attention_3", 64, 512, 300.0, causal=True),
+]
+
+
+def test_figures_leave_out_what_is_wrong_or_missing():
+    assert cases.figures(ROWS) == {
+        "operators.softmax.bandwidth_min": 0.92,
+        "operators.softmax.speedup_eager_min": 1.2,
+        "operators.flash.fwd_tflops_d64": 410.0,
+        "operators.flash.vs_fa3_fwd_min": 0.5,
+    }
+
+
+def test_the_table_says_what_is_wrong():
+    lines = cases.table(ROWS).splitlines()
+    assert len(lines) == len(ROWS)
+    assert "WRONG row 3 is NaN" in lines[3] and "WRONG" not in lines[1]
+    assert "92.0% of copy" in lines[1] and "causal" in lines[6] and "150.0 TFLOPS" in lines[6]
