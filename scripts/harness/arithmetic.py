@@ -1,38 +1,54 @@
 # SPDX-License-Identifier: MIT
-"""In what arithmetic an arm computes, told from its flags and environment variables."""
+"""In what arithmetic an arm computes, told from its flags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 
-# of MXFP4 experts under oss_fp8
+_OPTION = "--additional-config"
+# of MXFP4 experts under oss_fp8, by the option expert_activations
 _EXPERTS = {
     "auto": "bf16 precision in steps of fewer than 512 tokens, FP8 from 512 on",
-    "exact": "bf16 precision in all steps",
+    "bf16": "bf16 precision in all steps",
     "fp8": "FP8 in steps of 256 tokens and more, bf16 precision below",
 }
 
 
-def describe_arithmetic(flags: Sequence[str], environment: Mapping[str, str], mxfp4: bool) -> str:
-    """One phrase.
+def describe_arithmetic(flags: Sequence[str], mxfp4: bool) -> str:
+    """One phrase, such as "linear layers: FP8 weights and activations".
 
     Args:
         flags: of `vllm serve`.
-        environment: variables that the arm sets.
         mxfp4: whether the checkpoint has MXFP4 experts.
     """
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    method = words[words.index("--quantization") + 1] if "--quantization" in words else ""
+    method = _value(flags, "--quantization") or _value(flags, "-q")
     if method == "oss_fp8":
         text = "linear layers: FP8 weights and activations"
         if mxfp4:
-            choice = environment.get("OSS_FUSED_EXPERT_ACTIVATIONS", "auto")
-            text += f"; MXFP4 experts: activations in {_EXPERTS[choice]}"
+            text += f"; MXFP4 experts: activations in {_EXPERTS[_expert_activations(flags)]}"
     elif method:
         text = f"vLLM's {method}"
     elif mxfp4:
         text = "linear layers: bf16; MXFP4 experts: activations in bf16"
     else:
-        text = "bf16, or as the checkpoint says"
-    cache = words[words.index("--kv-cache-dtype") + 1] if "--kv-cache-dtype" in words else ""
-    return f"{text}; KV cache {cache}" if cache else text
+        text = "as the checkpoint says"
+    cache = _value(flags, "--kv-cache-dtype")
+    return f"{text}; KV cache: {cache}" if cache else text
+
+
+def _value(flags: Sequence[str], name: str) -> str:
+    """Value of ``--name value`` or ``--name=value``; empty where the flag is not given."""
+    for flag, following in zip(flags, [*flags[1:], ""]):
+        key, equals, value = flag.partition("=")
+        if key.replace("_", "-") == name.replace("_", "-"):
+            return value if equals else following
+    return ""
+
+
+def _expert_activations(flags: Sequence[str]) -> str:
+    choice = _value(flags, f"{_OPTION}.oss_fused.expert_activations")
+    config = _value(flags, _OPTION)
+    if not choice and config:
+        choice = json.loads(config).get("oss_fused", {}).get("expert_activations", "")
+    return choice or "auto"

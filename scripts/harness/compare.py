@@ -308,7 +308,7 @@ def _describe(plan: Comparison, server: Server) -> dict[str, Any]:
         "model": arm.model,
         "command": server.command,
         "environment": dict(arm.environment),
-        "arithmetic": describe_arithmetic(server.command, dict(arm.environment), mxfp4),
+        "arithmetic": describe_arithmetic(server.command, mxfp4),
         "memory": {"checkpoint_bytes": checkpoint_bytes(Path(arm.model))},
         "startup_seconds": [],
     }

@@ -110,7 +110,7 @@ def _variables(arm: Mapping[str, Any]) -> list[str]:
 def _arithmetic(results: Mapping[str, Any], name: str) -> str:
     arm, config = results["arms"][name], results["settings"]["config"]
     mxfp4 = config.get("quantization_config", {}).get("quant_method") == "mxfp4"
-    return describe_arithmetic(arm["flags"], dict(arm["environment"]), mxfp4)
+    return describe_arithmetic(arm["flags"], mxfp4)
 
 
 def _steps(

@@ -28,7 +28,7 @@ def test_measures_both(tmp_path: Path) -> None:
     loads = json.loads(file.read_text())["loads"]
     assert [(load["requests"], load["context"]) for load in loads] == [(2, 30), (32, 30)]
     assert loads[1]["vllm"]["median_ms"] > loads[1]["oss_fused"]["median_ms"] > 0
-    assert "| 32 x 30 |" in done.stderr
+    assert "\n32 x 30  " in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--requests", "--contexts", "--steps"])

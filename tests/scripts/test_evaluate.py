@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_writes_json_table_and_summary(
     assert figures["again"] == 1.0
     assert figures["main_job.smollm2.ppl_factor"] == pytest.approx(1.10517)
     shown = capsys.readouterr().err
-    assert "| prose.txt | worse | 2.210 | 1.1052 |" in shown
+    assert re.search(r"prose.txt +worse +2.210 +1.1052", shown)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_lm_eval_tasks_run_on_every_model_or_say_what_is_missing(
     assert code == 0
     rows = json.loads(output.read_text())["lm_eval"]
     assert rows[1] == {"name": "worse", "tasks": {"arithmetic": {"acc": 0.5, "limit": 7}}}
-    assert "| worse | arithmetic | acc | 0.5000 |" in shown
+    assert re.search(r"worse +arithmetic +acc +0.5000", shown)
 
 
 def test_failing_model_ends_with_1_and_writes_nothing(

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: MIT
+"""Passages of the other pages."""
+
+from __future__ import annotations
+
+from tests.docs.readers import (
+    Passages,
+    best,
+    kernels,
+    library,
+    load,
+    memory,
+    oss,
+    served,
+    speedup,
+    summary,
+    texts,
+)
+
+
+def scaling() -> Passages:
+    found: Passages = [
+        ("**{:.2f}** | 6.4", [memory("gpt_oss_20b", "baseline")]),
+        ("**{:.2f}** | 5.8", [memory("gpt_oss_20b", "oss_fp8")]),
+        ("**{:.2f}** | 7.5", [memory("llama_8b", "baseline")]),
+        ("**{:.2f}** | 4.3", [memory("llama_8b", "oss_fp8")]),
+        (
+            "8 GiB hold {:.0f} tokens of gpt-oss-20b and {:.0f} of Llama",
+            [
+                load(f"h200/{m}/results.json")["arms"]["oss_fp8"]["memory"]["kv_cache_tokens"]
+                for m in ("gpt_oss_20b", "llama_8b")
+            ],
+        ),
+        (
+            "takes {:.2f} and {:.2f} ms",
+            [served("gpt_oss_20b", arm, "tpot")[0] for arm in ("baseline", "oss_fp8")],
+        ),
+    ]
+    pair = "{:.2f} / {:.2f} ({:.2f}x)"
+    for label, model, place in (
+        ("20b, one GPU", "gpt_oss_20b", "h200"),
+        ("20b, TP 2", "gpt_oss_20b", "h200x2"),
+        ("120b, TP 2", "gpt_oss_120b", "h200x2"),
+    ):
+        values = [
+            f(model, batch, 128, place) for batch in (1, 32, 128) for f in (best, oss, speedup)
+        ]
+        values += [f(model, 1, 8192, place) for f in (best, oss, speedup)]
+        form = f"| {label}: baseline / oss_fp8 | {' | '.join([pair] * 3)} | "
+        form += "{:.0f} / {:.0f} ({:.2f}x"
+        found.append((form, values))
+    for label, model, time in (
+        ("gpt-oss-20b, baseline (faster expert backend)", "gpt_oss_20b", best),
+        ("gpt-oss-20b, oss_fp8", "gpt_oss_20b", oss),
+        ("Llama-3-8B, vLLM's FP8", "llama_8b", best),
+        ("Llama-3-8B, oss_fp8", "llama_8b", oss),
+    ):
+        batches = (1, 8, 32, 128, 256) if model == "gpt_oss_20b" else (1, 8, 32, 128)
+        rates = [1e3 * batch / time(model, batch) for batch in batches]
+        rounded = [round(rate, -1 if rate < 1000 else -2) for rate in rates]
+        found.append((f"| {label} | {' | '.join(['{:.0f}'] * len(rates))} |", rounded))
+    runs = ("cpu/soak", "h200/soak", "h200/soak_vllm_scheduler", "h200x2/soak_dp2")
+    found += [soak(f"{run}.json") for run in runs]
+    one, two = best("gpt_oss_20b", 1), best("gpt_oss_20b", 1, 128, "h200x2")
+    found.append(("and {:.0f} % for the baseline", [100 * (1 - two / one)]))
+    falls = [speedup("gpt_oss_20b", 1), speedup("gpt_oss_20b", 1, 128, "h200x2")]
+    found.append(("falls from {:.2f}x to {:.2f}x", falls))
+    return found
+
+
+def soak(name: str) -> tuple[str, list[float]]:
+    """A row of the table of loads: requests, errors, growth of memory and its end."""
+    run = load(name)
+    requests, total = sum(run["requests"].values()), run["memory_mib"][-1]["total"]
+    form = f"]({f'results/{name}'})) | {{:.0f}} | {{:.0f}} | +{{:.1f}} of {{:.0f}} MiB"
+    return form, [requests, len(run["errors"]), run["memory_growth_mib"], total]
+
+
+def serving() -> Passages:
+    monitor = load("h200/monitor.json")
+    return [
+        (
+            "a sample takes {:.1f} ms more than its step of {:.1f} ms",
+            [monitor["batch_32"]["sample_extra_ms"], monitor["batch_32"]["step_ms"]],
+        ),
+        (
+            "costs {:.2f} % of decode time at 32 requests and {:.2f} % at one request",
+            [
+                100 * monitor["batch_32"]["cost_share_at_every_2000"],
+                100 * monitor["batch_1"]["cost_share_at_every_2000"],
+            ],
+        ),
+        ("pays {:.2f} microseconds", [monitor["unsampled_step_us"]]),
+    ]
+
+
+def calibration() -> Passages:
+    found: Passages = []
+    for label, arm in _MIXES.items():
+        factors, kls = (
+            texts("smollm2_accuracy", arm, f) for f in ("perplexity_factor", "kl_divergence")
+        )
+        cells = " | ".join(["{:.4f} ({:.4f})"] * 3)
+        found.append((f"{label} | {cells} |", [x for pair in zip(factors, kls) for x in pair]))
+    prose, dialogue, code = texts("smollm2_quality", "oss_fp8")
+    time, small = load("cpu/smollm2_calibration_time.json"), load("cpu/smollm2_calibration.json")
+    large = load("h200/calibration_20b.json")
+    tiny = load("cpu/tiny_gpt_oss_quality.json")
+    wraps, statistics, english = texts("tiny_gpt_oss_quality", "tiny-fp8-2")
+    feedback = texts("tiny_gpt_oss_quality", "tiny-fp8-2", "kl_divergence")
+    nearest = [text["kl_divergence"] for text in tiny["experts_rounded_to_nearest"].values()]
+    gains = [100 * (1 - own / other) for own, other in zip(feedback, nearest, strict=True)]
+    return [
+        *found,
+        (
+            "{:.3f} on English prose, {:.3f} on dialogue, {:.3f} on source code",
+            [prose, dialogue, code],
+        ),
+        (
+            "{:.1f} minutes on two cores beside other work, and {:.1f} minutes",
+            [time["wall_minutes"], time["cpu_minutes_on_2_cores"]],
+        ),
+        (
+            "peak was {:.4f} GiB resident: {:.2f} GiB anonymous",
+            [small["peak_resident_gib"], small["peak_anonymous_gib"]],
+        ),
+        (
+            "takes {:.2f} GiB of host memory, or {:.2f} GiB",
+            [large["peak_anonymous_gib"], large["peak_resident_gib"]],
+        ),
+        (
+            "{:.4f} on held-out modules (`statistics.py`; `textwrap.py` {:.4f})",
+            [statistics, wraps],
+        ),
+        ("and {:.4f} on English", [english]),
+        (
+            "takes {:.0f} s on one H200",
+            [large["seconds"]],
+        ),
+        (
+            "from {:.4f} to {:.4f}, {:.4f} to {:.4f} and {:.4f} to {:.4f} nats",
+            [x for pair in zip(nearest, feedback) for x in pair],
+        ),
+        (
+            "the KL divergence by {:.0f} to {:.0f} %",
+            [min(gains), max(gains)],
+        ),
+        (
+            "amax / 448, {:.0f} % would",
+            [100 * tiny["mxfp4_to_fp8"]["share_with_scales_of_amax_over_448"]],
+        ),
+    ]
+
+
+_MIXES = {"(`W8A16`)": "w8a16", "nothing spared": "w8a8", "W8A16 and bf16": "policy"}
+
+
+def gemm() -> Passages:
+    small, large = "kernels.gemm_small.speedup_", "kernels.gemm_large.speedup_"
+    results = load("h200/kernels.json")["results"]
+    rows = [row for row in results if row["group"] == "gated_mlp"]
+    (cublas,) = kernels("gemm_large", "baselines_us", M=8192, N=8192, K=8192)
+    cublas = cublas["cublaslt"]
+    return [
+        ("| CUTLASS | 1.3x | {:.3f}x |", [summary(f"{small}geomean")]),
+        ("| CUTLASS | 0.97x | {:.3f}x |", [summary(f"{small}min")]),
+        ("| cuBLASLt | 1.0x | {:.3f}x |", [summary(f"{large}geomean")]),
+        ("| cuBLASLt | 0.95x | {:.3f}x |", [summary(f"{large}min")]),
+        (
+            "| 80 % | {:.0f} ({:.0f} %) |",
+            [summary("kernels.gemm_8192.tflops"), summary("kernels.gemm_8192.tflops") / 19.79],
+        ),
+        ("cuBLASLt reaches {:.0f} TFLOPS", [2 * 8192**3 / cublas / 1e6]),
+        ("| 1.1x | {:.2f}x, {:.2f}x, {:.2f}x, {:.2f}x |", [row["speedup"] for row in rows]),
+    ]
+
+
+def kernel_page() -> Passages:
+    shares = {}
+    for group, rows in (
+        ("norm_quant", 2048),
+        ("norm_quant", 8192),
+        ("rmsnorm_rope", 4096),
+        ("rmsnorm_rope", 8192),
+    ):
+        shares[group, rows] = [100 * x for x in kernels(group, "bandwidth_fraction", rows=rows)]
+    four = "{:.0f}, {:.0f}, {:.0f}, {:.0f} %"
+    return [
+        *((f"| 85 % | {four} |", values) for values in shares.values()),
+        (
+            "| 75 % | {:.0f}, {:.0f} % |",
+            [100 * x for x in kernels("rope_kv", "bandwidth_fraction", rows=8192)],
+        ),
+        ("at most {:.3f}x |", [summary("kernels.small_rows.time_ratio_max")]),
+        ("at most {:.3f}x |", [summary("kernels.fused_qkv.time_ratio_max")]),
+        ("reaches at least {:.0f} %", [100 * summary("library.rmsnorm_rope.bandwidth_min")]),
+    ]
+
+
+def operators() -> Passages:
+    names = {
+        "triton": "oss_fused",
+        "tilelang": "tilelang",
+        "cuda": "cuda",
+        "torch.compile": "pytorch compiled",
+    }
+    times = {label: library("rmsnorm_rope", name) for label, name in names.items()}
+    return [
+        ("{:.1f} / {:.1f} / {:.1f} us for `triton`", times["triton"]),
+        ("{:.1f} / {:.1f} / {:.1f} for `tilelang`", times["tilelang"]),
+        ("{:.0f} / {:.0f} / {:.0f} for `cuda`", times["cuda"]),
+        ("{:.1f} / {:.1f} / {:.1f} for torch.compile", times["torch.compile"]),
+    ]
+
+
+def tuning() -> Passages:
+    gains = [
+        summary("library.tuning.gain"),
+        *(
+            load(f"h200/tuning-{name}.json")["results"][0]["gain"]
+            for name in ("gated_mlp", "rmsnorm_rope")
+        ),
+    ]
+    return [
+        ("{:.1f} % for `matmul`", [100 * gains[0]]),
+        ("{:.1f} % for `gated_mlp`", [100 * gains[1]]),
+        ("{:.1f} % for `rmsnorm_rope`", [100 * gains[2]]),
+    ]
+
+
+def matmul() -> Passages:
+    times = load("h200/library.json")["matmul_ms"]
+    found: Passages = []
+    for name, ms in times.items():
+        base = times["cublas+bias+silu" if name in ("v4", "cublas+bias+silu") else "cublas"]
+        values = [ms, 2 * 4096**3 / ms / 1e9, 100 * base / ms]
+        found.append((f"| {name} | {{:.3f}} | {{:.1f}} | {{:.0f}}% |", values))
+    return found

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""Figures of the result files, as pages quote them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+# templates and what fills them
+Passages = list[tuple[str, list[float]]]
+
+
+@functools.cache
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def served(model: str, arm: str, figure: str) -> list[float]:
+    """Median milliseconds of a comparison at 1, 8, 32 and 128 requests; steady ones only."""
+    cells = load(f"h200/{model}/results.json")["cells"]
+    name = f"p50_{figure}_ms"
+    steady = [cell for cell in cells if figure == "tpot" or cell["arms"][arm]["steady"]]
+    return [cell["arms"][arm]["figures"][name] for cell in steady]
+
+
+def ratios(model: str, arm: str, figure: str) -> list[float]:
+    cells = load(f"h200/{model}/results.json")["cells"]
+    name = f"p50_{figure}_ms"
+    told = []
+    for cell in cells:
+        both = (cell["arms"][arm], cell["arms"][cell["baselines"][name]])
+        if figure == "tpot" or all(side["steady"] for side in both):
+            told.append(both[0]["ratios"][name]["median"])
+    return told
+
+
+def memory(model: str, arm: str) -> float:
+    return load(f"h200/{model}/results.json")["arms"][arm]["memory"]["weights_gib"]
+
+
+def startup(model: str, arm: str) -> float:
+    return load(f"h200/{model}/results.json")["arms"][arm]["startup_seconds"][0]
+
+
+def cell(model: str, batch: int, context: int = 128, place: str = "h200") -> Any:
+    cells = load(f"{place}/decode_{model}/results.json")["cells"]
+    return next(c for c in cells if (c["batch"], c["context"]) == (batch, context))
+
+
+def best(model: str, batch: int, context: int = 128, place: str = "h200") -> float:
+    found = cell(model, batch, context, place)
+    return found["arms"][found["baseline"]]["ms"]
+
+
+def oss(model: str, batch: int, context: int = 128, place: str = "h200") -> float:
+    return cell(model, batch, context, place)["arms"]["oss_fp8"]["ms"]
+
+
+def speedup(model: str, batch: int, context: int = 128, place: str = "h200") -> float:
+    return cell(model, batch, context, place)["speedup"]
+
+
+def profile(batch: int, arm: str) -> Any:
+    found = load("h200/decode_gpt_oss_20b/results.json")["profiles"]
+    return next(p for p in found if p["steps"] and (p["batch"], p["arm"]) == (batch, arm))
+
+
+def logits(arm: str, *figures: tuple[str, str]) -> list[float]:
+    found = load("h200/decode_gpt_oss_20b/logits.json")["figures"][arm]["bfloat16"]
+    return [found[part][name] for part, name in figures]
+
+
+def layer_us(tokens: int, fp8: bool) -> float:
+    rows = load("h200/moe_parts.json")["results"]
+    row = next(r for r in rows if (r["batch"], r["fp8_activations"]) == (tokens, fp8))
+    return row["us"]["layer"]
+
+
+def attention(shape: str, batch: int, context: int) -> tuple[float, float]:
+    rows = load("h200/attention.json")["rows"]
+    key = (shape, batch, context)
+    row = next(r for r in rows if (r["shape"], r["batch"], r["context"]) == key)
+    return row["native_us"], row["flash_us"]
+
+
+def texts(name: str, arm: str, figure: str = "perplexity_factor") -> list[float]:
+    return [
+        candidate[figure]
+        for text in load(f"cpu/{name}.json")["texts"]
+        for candidate in text["candidates"]
+        if candidate["name"] == arm
+    ]
+
+
+def summary(name: str) -> float:
+    return load("h200/summary.json")[name]
+
+
+def library(operation: str, implementation: str, folder: str = "library-norm/") -> list[float]:
+    rows = load(f"h200/{folder}library-suite.json")["rows"]
+    wanted = (operation, implementation)
+    found = [r for r in rows if (r["operation"], r["implementation"]) == wanted]
+    return [1e3 * row["latency_ms"] for row in found]
+
+
+def kernels(group: str, figure: str, **shape: Any) -> list[float]:
+    rows = load("h200/kernels.json")["results"]
+    found = [r for r in rows if r["group"] == group and shape.items() <= r.items()]
+    return [row[figure] for row in found]

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: MIT
+"""Passages of README, decode.md and moe.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.docs.readers import (
+    Passages,
+    attention,
+    best,
+    cell,
+    layer_us,
+    load,
+    logits,
+    memory,
+    oss,
+    profile,
+    ratios,
+    served,
+    speedup,
+    startup,
+    texts,
+)
+
+
+def _served_rows(bare: bool) -> Passages:
+    """The served times: as rows per arm in the README, as pairs in decode.md."""
+    found: Passages = []
+    for model, base, arm in (
+        ("gpt_oss_20b", "baseline", "oss_fp8"),
+        ("llama_8b", "vllm_fp8", "oss_fp8_1024"),
+    ):
+        for figure, digits in (("tpot", 2), ("ttft", 1)):
+            theirs, own = served(model, base, figure), served(model, arm, figure)
+            cells = [f"{{:.{digits}f}}"] * len(theirs) + ["not steady"] * (4 - len(theirs))
+            if bare:
+                found.append((f"ms | {' | '.join(cells)} |", theirs))
+                found.append((f"oss_fp8, ms | {' | '.join([f'{{:.{digits}f}}'] * 4)} |", own))
+            else:
+                pairs = " | ".join(f"{left} / {{:.{digits}f}}" for left in cells)
+                mixed = [x for i, y in enumerate(own) for x in (*theirs[i : i + 1], y)]
+                found.append((f"{pairs} |", mixed))
+            told = ratios(model, arm, figure)
+            form = "**{:.2f}x**" if bare else "{:.2f}"
+            found.append((f"| {' | '.join([form] * len(told))} |", told))
+    return found
+
+
+def readme() -> Passages:
+    cost = ("decode", "kl")
+    return [
+        *_served_rows(bare=True),
+        (
+            "gpt-oss-20b {:.2f} GiB (baseline {:.2f})",
+            [memory("gpt_oss_20b", arm) for arm in ("oss_fp8", "baseline")],
+        ),
+        (
+            "Llama {:.2f} GiB (vLLM's FP8 {:.2f}, bf16 {:.2f})",
+            [memory("llama_8b", arm) for arm in ("oss_fp8_1024", "vllm_fp8", "baseline")],
+        ),
+        (
+            "{:.0f} s and {:.0f} s, for",
+            [startup("gpt_oss_20b", "oss_fp8"), startup("llama_8b", "oss_fp8_1024")],
+        ),
+        (
+            "{:.0f} s and {:.0f} s, for",
+            [startup("gpt_oss_20b", "baseline"), startup("llama_8b", "vllm_fp8")],
+        ),
+        (
+            "8192 tokens takes {:.1f} ms instead of {:.1f}",
+            [oss("gpt_oss_20b", 1, 8192), best("gpt_oss_20b", 1, 8192)],
+        ),
+        (
+            "takes {:.2f} ms; with bf16 precision it takes {:.2f} ms",
+            [layer_us(8192, True) / 1e3, layer_us(8192, False) / 1e3],
+        ),
+        ("at most {:.4f} times bf16's", [max(texts("smollm2_accuracy", "w8a8"))]),
+        ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
+        ("below {:.4f} times", [max(texts("tiny_gpt_oss_quality", "tiny-fp8-2"))]),
+        (
+            "in decode is {:.4f}; the baseline's is {:.4f}",
+            [*logits("oss_bf16", cost), *logits("baseline", cost)],
+        ),
+    ]
+
+
+def decode() -> Passages:
+    found = _served_rows(bare=False)
+    for batch in (1, 8, 32, 128):
+        row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
+        values: list[float] = [batch]
+        for model in ("gpt_oss_20b", "llama_8b"):
+            values += [best(model, batch), oss(model, batch), speedup(model, batch)]
+            values.append(speedup(model, batch, 1024))
+        found.append((row, values))
+    wide = ("gpt_oss_20b", 256)
+    found += [
+        (
+            "| 256 | {:.2f} | {:.2f} | {:.2f} | {:.2f} |",
+            [best(*wide), oss(*wide), speedup(*wide), speedup(*wide, 1024)],
+        ),
+        (
+            "| prefill 8192 | {:.1f} | {:.1f} | {:.2f} | | {:.1f} | {:.1f} | {:.2f} | |",
+            [f(m, 1, 8192) for m in ("gpt_oss_20b", "llama_8b") for f in (best, oss, speedup)],
+        ),
+        ("Prefill of gpt-oss: {:.1f} ms", [oss("gpt_oss_20b", 1, 8192)]),
+        (
+            "takes {:.2f} ms instead of {:.2f}",
+            [layer_us(8192, False) / 1e3, layer_us(8192, True) / 1e3],
+        ),
+        (
+            "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms",
+            [
+                profile(1, "oss_fp8")["busy_us"] / 1e3,
+                *(cell("gpt_oss_20b", 1)["arms"]["oss_fp8"][end] for end in ("min", "max")),
+            ],
+        ),
+        (
+            "takes {:.1f} ms instead of the {:.1f} ms",
+            [served("llama_8b", arm, "ttft")[1] for arm in ("oss_fp8_1024", "oss_fp8")],
+        ),
+        (
+            "cut scheduler time by {:.0f} to {:.0f} %",
+            [100 * (1 - end(load["ratio"] for load in load_scheduler())) for end in (max, min)],
+        ),
+    ]
+    found += [_profile_row(name, group) for name, group in _PROFILED.items()]
+    whole = [
+        figure
+        for batch in (1, 256)
+        for figure in (
+            profile(batch, "triton")["busy_us"],
+            profile(batch, "oss_fp8")["busy_us"],
+            sum(profile(batch, "oss_fp8")["limits"].values()),
+        )
+    ]
+    found.append(("| all | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} |", whole))
+    count = [profile(b, arm)["kernels_per_step"] for b in (1, 256) for arm in ("triton", "oss_fp8")]
+    found.append(("| number of kernels | {:.0f} | {:.0f} | | {:.0f} | {:.0f} | |", count))
+    for label, shape in _ATTENTION.items():
+        for context in (128, 1024, 4096):
+            if (label, context) in _UNSHOWN:
+                continue
+            pairs = [attention(shape, batch, context) for batch in (1, 8, 32, 128)]
+            cells = " | ".join(["{:.1f} / {:.1f}"] * 4)
+            found.append(
+                (f"| {label} | {context} | {cells} |", [x for pair in pairs for x in pair])
+            )
+    parts = (
+        ("prefill", "kl"),
+        ("decode", "kl"),
+        ("prefill", "top1_agreement"),
+        ("decode", "top1_agreement"),
+    )
+    fp8, bf16 = (logits(arm, ("prefill", "kl"))[0] for arm in ("oss_fp8_activations", "oss_bf16"))
+    found.append(("FP8 expert activations add {:.0f} %", [100 * (fp8 / bf16 - 1)]))
+    for label, arm in _LOGITS.items():
+        found.append(
+            (f"| {label} | {{:.4f}} | {{:.4f}} | {{:.3f}} | {{:.3f}} |", logits(arm, *parts))
+        )
+    return found
+
+
+def load_scheduler() -> list[Any]:
+    return load("cpu/scheduler.json")["loads"]
+
+
+_PROFILED = {
+    "experts": "experts",
+    "projections": "projections",
+    "router": "router",
+    "attention": "attention",
+    "lm_head": "head",
+    "norms, RoPE, cache write": "norms",
+    "sampling, copies": "other",
+}
+_ATTENTION = {
+    "gpt-oss, full": "gpt-oss full",
+    "gpt-oss, sliding": "gpt-oss sliding",
+    "Llama 8B": "Llama 8B",
+}
+_UNSHOWN = {("gpt-oss, sliding", 128), ("gpt-oss, sliding", 4096), ("Llama 8B", 4096)}
+_LOGITS = {
+    "baseline, MXFP4 experts": "baseline",
+    "baseline's experts, FP8 projections and lm_head": "vllm_experts",
+    "oss_fp8, bf16-precision experts": "oss_bf16",
+    "oss_fp8, FP8 expert activations from 512 tokens per step": "oss_fp8_activations",
+}
+
+
+def _profile_row(name: str, group: str) -> tuple[str, list[float]]:
+    cells, values = [], []
+    for batch in (1, 256):
+        for arm in ("triton", "oss_fp8"):
+            cells.append("{:.0f}")
+            values.append(profile(batch, arm)["groups"][group]["us"])
+        limit = profile(batch, "oss_fp8")["limits"].get(group)
+        cells.append("{:.0f}" if limit else "")
+        values += [limit] if limit else []
+    return f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"), values
+
+
+def moe() -> Passages:
+    found: Passages = []
+    rows = [r for r in load("h200/moe.json")["results"] if not r["fp8_activations"]]
+    for row in rows:
+        us, share = row["us"], {name: 100 * x for name, x in row["of_copy"].items()}
+        base = [row["baselines"][name]["us"] for name in ("triton_kernels", "marlin")]
+        if row["batch"] in (1, 32, 128):
+            form = "| {} | {:.1f} | {:.1f} ({:.0f} %) | {:.1f} ({:.0f} %) | {:.1f} | {:.1f} |"
+            form += " {:.1f} | {:.1f} | {:.2f} |"
+            middle = [us["gate_up"], share["gate_up"], us["down"], share["down"]]
+        elif row["batch"] == 8192:
+            form = "| {} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.2f} |"
+            middle = [us["gate_up"], us["down"]]
+        else:
+            continue
+        values = [
+            row["batch"],
+            us["route"],
+            *middle,
+            us["combine"],
+            us["layer"],
+            *base,
+            row["speedup"],
+        ]
+        found.append((form, values))
+    rows = [r["us"] for r in load("h200/moe_parts.json")["results"] if r["fp8_activations"]]
+    around = 100 * (rows[-1]["route"] + rows[-1]["combine"]) / rows[-1]["layer"]
+    found.append(("routing and combination ({:.0f} % of the layer)", [around]))
+    for label, fp8 in (("bf16 precision", False), ("FP8 activations", True)):
+        times = [layer_us(tokens, fp8) for tokens in (256, 512, 1024, 2048, 8192)]
+        found.append((f"| {label} | {' | '.join(['{:.1f}'] * 5)} |", times))
+    return found

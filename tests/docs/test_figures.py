@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Every measured figure of README and docs is the one in its JSON.
+
+``STATED`` has a template per passage, filled from the JSON files: the filled text must stand in the
+page. What of a page's figures with a unit no template covers must be in ``NOT_MEASURED``: a
+setting, a target, arithmetic from shapes, or a fact about a device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.docs import other_pages, serving_pages
+from tests.docs.readers import ROOT
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+STATED = {
+    "README.md": serving_pages.readme,
+    "docs/decode.md": serving_pages.decode,
+    "docs/moe.md": serving_pages.moe,
+    "docs/scaling.md": other_pages.scaling,
+    "docs/serving.md": other_pages.serving,
+    "docs/calibration.md": other_pages.calibration,
+    "docs/gemm.md": other_pages.gemm,
+    "docs/kernels.md": other_pages.kernel_page,
+    "docs/operators.md": other_pages.operators,
+    "docs/tuning.md": other_pages.tuning,
+    "docs/matmul-in-steps.md": other_pages.matmul,
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def passages(page: str) -> Iterator[str]:
+    for template, values in STATED[page]() if page in STATED else ():
+        yield words(template.format(*values))
+
+
+@pytest.mark.parametrize("page", STATED)
+def test_stated_figures_are_those_of_the_json(page):
+    text = words((ROOT / page).read_text())
+    missing = [passage for passage in passages(page) if passage not in text]
+    assert not missing
+
+
+# page -> figure -> what it is
+NOT_MEASURED: dict[str, dict[str, str]] = {
+    "docs/calibration.md": {
+        "1 GiB": "target",
+        "1.0264 GiB": "target, from the shapes",
+        "15 %": "setting",
+        "2.6 %": "a property of the format",
+    },
+    "docs/gemm.md": {"1979 TFLOPS": "datasheet", "2 %": "setting"},
+    "docs/kernels.md": {"0.6x": "target", "0.4x": "target"},
+    "docs/measuring.md": {"5 %": "setting"},
+    "docs/operators.md": {"5 %": "setting"},
+    "docs/operations.md": {"100 %": "what nvidia-smi shows"},
+    "docs/scaling.md": {
+        **dict.fromkeys(("94 %", "4.8 TB/s", "0.77 ms", "0.52 ms", "1.04 ms", "0.72 ms"), "shapes"),
+        "4 GiB": "assumption",
+        "95 %": "threshold",
+    },
+}
+
+# a number with a unit of a measurement, or a ratio
+_FIGURE = re.compile(
+    r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?"
+    r"(?:x|(?: ?(?:ms|us|microseconds|GiB|MiB|[TGM]B/s|TFLOPS|TFLOP/s|%)))(?!\w)"
+)
+
+
+def unstated(page: str) -> list[str]:
+    """Figures of a page outside code and the passages that come from JSON files."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    text = words(re.sub(r"`[^`\n]*`", "", text))
+    for passage in passages(page):
+        text = text.replace(words(re.sub(r"`[^`]*`", "", passage)), "")
+    return _FIGURE.findall(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_other_figures_are_known_not_to_be_measured(page):
+    known = NOT_MEASURED.get(page, {})
+    found = unstated(page)
+    assert [figure for figure in found if figure not in known] == []
+    assert [figure for figure in known if figure not in found] == [], "gone from the page"

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: MIT
+"""Reports say in what arithmetic each arm computes."""
+
+from __future__ import annotations
+
+import pytest
+from harness.arithmetic import describe_arithmetic
+
+_OSS = ["--quantization", "oss_fp8"]
+_BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "mxfp4", "expected"),
+    [
+        ([], False, "as the checkpoint says"),
+        ([], True, "linear layers: bf16; MXFP4 experts: activations in bf16"),
+        (["--quantization=fp8_per_channel"], False, "vLLM's fp8_per_channel"),
+        (_OSS, False, "linear layers: FP8 weights and activations"),
+        (_OSS, True, "bf16 precision in steps of fewer than 512 tokens, FP8 from 512 on"),
+        ([*_OSS, _BF16], True, "bf16 precision in all steps"),
+        (
+            [*_OSS, "--additional_config.oss_fused.expert-activations", "fp8"],
+            True,
+            "FP8 in steps of 256 tokens",
+        ),
+        ([*_OSS, "--kv-cache-dtype", "fp8"], False, "KV cache: fp8"),
+    ],
+)
+def test_arithmetic_of_an_arm(flags, mxfp4, expected):
+    assert expected in describe_arithmetic(flags, mxfp4)
