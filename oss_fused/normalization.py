@@ -172,8 +172,8 @@ class LayerNorm(torch.autograd.Function):
         # PyTorch wants one dtype; the casts have gradients of their own
         leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
-            pair = [None if t is None else t.to(x.dtype) for t in leaves[1:]]
-            y = F.layer_norm(cast(torch.Tensor, leaves[0]), x.shape[-1:], *pair, eps)
+            weight, bias = (None if t is None else t.to(x.dtype) for t in leaves[1:])
+            y = F.layer_norm(cast(torch.Tensor, leaves[0]), x.shape[-1:], weight, bias, eps)
         wanted = [t for t in leaves if t is not None]
         found = iter(torch.autograd.grad(y, wanted, grad))
         return (*(None if t is None else next(found) for t in leaves), None, None, None, None)

@@ -137,7 +137,7 @@ class AttentionFP8:
         return scaler.quantize(x), expanded
 
     def _scaler(self, channels: int) -> AveragingScaler:
-        common = {"fmt": self.fmt, "margin": self.margin, "momentum": self.momentum}
+        common: dict[str, Any] = {"fmt": self.fmt, "margin": self.margin, "momentum": self.momentum}
         if self.mode == "tensor":
             return DynamicScaler(**common)
         if self.mode == "channel":

@@ -42,6 +42,12 @@ DQ_TILES = (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 1), T
 DKV_TILES = (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 1), Tiles(128, 128, 8, 1), Tiles(64, 64, 4, 2))
 _REPLAYS = 15
 
+# called with unpacked arguments
+_attention: Callable[..., Any] = flash_attention
+_pytorch: Callable[..., Any] = F.scaled_dot_product_attention
+_forward: Callable[..., Any] = forward.flash_attention
+_backward: Callable[..., Any] = backward.flash_attention_backward
+
 
 def row_operations(bandwidth: float) -> Iterator[dict[str, Any]]:
     """Softmax and LayerNorm over squares; ``share`` is of a copy's bytes per second."""
@@ -126,12 +132,12 @@ def _gradient_error(dim: int, causal: bool) -> str:
     *inputs, grad = _operands(_CHECKED_LENGTH, dim, _CHECKED_LENGTH)
     results = []
     for dtype, function in (
-        (torch.float32, F.scaled_dot_product_attention),
-        (BF16, F.scaled_dot_product_attention),
-        (BF16, flash_attention),
+        (torch.float32, _pytorch),
+        (BF16, _pytorch),
+        (BF16, _attention),
     ):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
-        causal_name = "causal" if function is flash_attention else "is_causal"
+        causal_name = "causal" if function is _attention else "is_causal"
         out = function(*leaves, **{causal_name: causal})
         found = torch.autograd.grad(out, leaves, grad.to(dtype))
         results.append([t.float() for t in (out, *found)])
@@ -175,8 +181,8 @@ def _forward_times(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> dict[str, float]:
     calls: dict[str, list[Callable[[], Any]]] = {
-        "oss_fused": [functools.partial(flash_attention, q, k, v, causal)],
-        "pytorch": [functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)],
+        "oss_fused": [functools.partial(_attention, q, k, v, causal)],
+        "pytorch": [functools.partial(_pytorch, q, k, v, is_causal=causal)],
     }
     try:
         flash3 = _flash3(q, k, v, causal)
@@ -198,7 +204,7 @@ def _backward_times(
         *(grad, q, k, v, *results, None, None, None, *options),
     )
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    out = _pytorch(*leaves, is_causal=causal)
 
     def theirs() -> None:
         torch.autograd.grad(out, leaves, grad, retain_graph=True)
@@ -229,13 +235,11 @@ def _tile_call(
     q, k, v, grad = tensors
     options = (q.shape[-1] ** -0.5, causal, -1, -1, 0.0, 0)
     if direction == "forward":
-        return functools.partial(
-            forward.flash_attention, q, k, v, *[None] * 7, *options, config=tiles
-        )
+        return functools.partial(_forward, q, k, v, *[None] * 7, *options, config=tiles)
     results = torch.ops.oss_fused.flash_attention(q, k, v, *[None] * 7, *options)
     arguments = (grad, q, k, v, *results, None, None, None, *options)
     pair = (tiles, DKV_TILES[0]) if direction == "dq" else (DQ_TILES[0], tiles)
-    return functools.partial(backward.flash_attention_backward, *arguments, config=pair)
+    return functools.partial(_backward, *arguments, config=pair)
 
 
 def _sweep_cases() -> Iterator[tuple[str, Tiles, int, bool]]:
@@ -251,7 +255,10 @@ def _sweep_cases() -> Iterator[tuple[str, Tiles, int, bool]]:
 def sweep_rows() -> Iterator[dict[str, Any]]:
     """Other tiles of attention; dQ's and dK's rows hold the time of the whole backward."""
     for direction, tiles, dim, causal in _sweep_cases():
-        row = {"operation": f"sweep {direction}", "implementation": "/".join(map(str, tiles))}
+        row: dict[str, Any] = {
+            "operation": f"sweep {direction}",
+            "implementation": "/".join(map(str, tiles)),
+        }
         row |= {"length": SWEEP_LENGTH, "dim": dim, "causal": causal, "error": ""}
         try:
             call = _tile_call(direction, tiles, _operands(SWEEP_LENGTH, dim), causal)
@@ -273,7 +280,7 @@ def _compile(case: tuple[str, Tiles | None, int, bool, int]) -> None:
             _tile_call(direction, tiles, (*tensors, grad), causal)()
         else:
             leaves = [t.requires_grad_() for t in tensors]
-            flash_attention(*leaves, causal=causal).backward(grad)
+            _attention(*leaves, causal=causal).backward(grad)
     except Exception as failure:
         # the row that needs it says so
         print(f"{case}: {type(failure).__name__}"[:100])
