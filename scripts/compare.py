@@ -40,6 +40,7 @@ from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.errors import OssFusedError, ServerError
 from oss_fused.files import write_json
 
+_GPU_WARMUPS = 4
 _SIGNALS = (KeyboardInterrupt.__name__, Terminated.__name__)
 
 
@@ -125,6 +126,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     add("--rounds", type=positive, default=2, help="times every arm is served (default: 2)")
     add("--repeats", type=positive, default=1, help="runs of the grid per round (default: 1)")
+    add(
+        "--warmups",
+        type=int,
+        metavar="N",
+        help="runs of a load before it is measured, at most: they end when the time to first token "
+        "is steady (default: 4 on a GPU, 0 on a CPU)",
+    )
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
 
 
@@ -198,6 +206,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.port is not None and not 0 < args.port <= 65535 - len(names):
         parser.error(f"--port {args.port}: expected 1 to {65535 - len(names)}")
     args.baseline = args.baseline or names[:1]
+    if args.warmups is None:
+        args.warmups = _GPU_WARMUPS if has_gpu() else 0
+    if args.warmups < 0:
+        parser.error(f"--warmups {args.warmups}: expected at least 0")
     if not set(args.baseline) <= set(names):
         parser.error(f"--baseline {args.baseline}: expected some of {', '.join(names)}")
     candidates = [name for name in names if name not in args.baseline]
@@ -272,6 +284,7 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         grid=args.grid,
         rounds=args.rounds,
         repeats=args.repeats,
+        warmups=args.warmups,
         together=args.together,
         gpu=has_gpu(),
         serve_flags=args.serve_flags,
@@ -352,8 +365,8 @@ def condensed(results: dict[str, Any], arms: Sequence[str] = ()) -> dict[str, An
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of the measurement, JSON-ready."""
-    names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "together", "seed")
-    return {name: getattr(args, name) for name in (*names, "serve_flags", "bench_flags")}
+    names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "warmups", "together")
+    return {name: getattr(args, name) for name in (*names, "seed", "serve_flags", "bench_flags")}
 
 
 def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]) -> None:

@@ -24,6 +24,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
+_WARMUP_SEED = 10_000_000
+# two successive medians that differ by less are those of a warm server
+_WARM = 1.1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -121,6 +124,7 @@ class Comparison:
         grid: loads, in order.
         rounds: how often every arm is served, A B A B ...
         repeats: how often the grid is measured while an arm is up.
+        warmups: runs of a load, at most, before it is measured for the first time on a server.
         together: keep all arms' servers up at once and interleave them load by load.
         gpu: whether the machine has one; decides defaults of flags and environment.
         serve_flags: flags of `vllm serve` for all arms, before the arm's own.
@@ -135,6 +139,7 @@ class Comparison:
     grid: Sequence[Cell]
     rounds: int = 2
     repeats: int = 1
+    warmups: int = 0
     together: bool = False
     gpu: bool = False
     serve_flags: Sequence[str] = ()
@@ -273,6 +278,10 @@ def _measure_group(
         for position, cell in enumerate(plan.grid):
             # the same prompts for all arms; other ones for every measurement
             seed = plan.seed + 1000 * number + 100 * repeat + position
+            if repeat == 0:
+                for server in servers:
+                    seen = _warm_up(plan, client, server, cell, seed)
+                    results["arms"][server.name].setdefault("warmups", []).append(seen)
             # neither arm always goes first
             for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
                 load_average = os.getloadavg()[0]
@@ -298,6 +307,25 @@ def _measure_group(
                 )
     for server in servers:
         server.check("after the measurement")
+
+
+def _warm_up(
+    plan: Comparison, client: LoadClient, server: Server, cell: Cell, seed: int
+) -> list[float]:
+    """Run the load until two medians of the time to first token agree; the medians in ms.
+
+    vLLM compiles kernels for some batch sizes when the first batch of that size comes.
+    """
+    seen: list[float] = []
+    for number in range(plan.warmups):
+        # other prompts than those that are measured
+        other = _WARMUP_SEED + 100 * seed + number
+        figures = client.run(server, cell, other, server.model, extra=plan.bench_flags)
+        seen.append(figures["p50_ttft_ms"])
+        plan.say(f"    {server.name:<12} {cell.key:<14} warm-up, TTFT {seen[-1]:8.1f} ms")
+        if len(seen) > 1 and max(seen[-2:]) <= _WARM * min(seen[-2:]):
+            break
+    return seen
 
 
 def _describe(plan: Comparison, server: Server) -> dict[str, Any]:

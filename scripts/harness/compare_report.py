@@ -268,7 +268,9 @@ def _method(report: Report, results: Mapping[str, Any]) -> None:
     )
     report.paragraph(
         f"`vllm bench serve`, random prompts, fixed lengths, greedy; {settings['rounds']} round(s) "
-        f"of {settings['repeats']} repeat(s), {order}. A ratio compares runs of the same round on "
+        f"of {settings['repeats']} repeat(s), {order}. "
+        + ("Each load warmed the server up before. " if settings.get("warmups") else "")
+        + "A ratio compares runs of the same round on "
         "the same prompts. All runs, versions and settings are in results.json."
     )
     commands = []

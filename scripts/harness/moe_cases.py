@@ -167,9 +167,6 @@ def measure(
     bandwidth: float,
 ) -> dict[str, Any]:
     """One batch: error against the reference, microseconds by part, baselines."""
-    from oss_fused.kernels.launch import runs_gluon
-    from oss_fused.kernels.moe import triton as moe
-
     native = get_kernel("triton", "moe_mxfp4")
     # w2 is prefetched, as the served layers ask for it
     options = (None, "swigluoai", 0 if fp8 else -1, True)
@@ -182,40 +179,9 @@ def measure(
         "error": error,
         "passed": error <= (FP8_ERROR if fp8 else BF16_ERROR),
     }
-    config = moe.choose_config(tokens * TOP_K, experts, fp8, runs_gluon(torch.device("cuda")))
-    levels = 1 if fp8 else 2
-    y_dtype = torch.bfloat16 if fp8 or config.large else torch.float32
-    repeats = max(1, min(6, 512 // tokens))
-
-    def routed(i: int) -> Any:
-        x, logits = sets[i]
-        return moe.encode(x, logits, TOP_K, True, None, experts, levels, config)
-
-    def gate_up(i: int) -> torch.Tensor:
-        packed, bias = weights[i].packed13, weights[i].w13_bias
-        return moe.gate_up(
-            routings[i], *packed, bias, HIDDEN, TOP_K, "swigluoai", torch.bfloat16, levels, config
-        )[0]
-
-    def down(i: int) -> torch.Tensor:
-        packed, bias = weights[i].packed2, weights[i].w2_bias
-        return moe.down(routings[i], acts[i], None, *packed, bias, HIDDEN, y_dtype, config, True)
-
-    def layer(i: int) -> torch.Tensor:
-        return native(*sets[i], *weights[i].arguments(), *options)
-
-    routings = [routed(i) for i in range(len(weights))]
-    acts = [gate_up(i) for i in range(len(weights))]
-    y, out = down(0), torch.empty_like(sets[0][0])
-    parts: dict[str, Callable[[int], Any]] = {
-        "route": routed,
-        "gate_up": gate_up,
-        "down": down,
-        "combine": lambda i: moe.combine(routings[0], y, out),
-        "layer": layer,
-    }
-    touched = sum(int(r.topk_ids.unique().numel()) for r in routings) / len(routings)
+    parts, touched = _parts(sets, weights, options, experts, fp8)
     row["touched_experts"] = touched
+    repeats = max(1, min(6, 512 // tokens))
     row["us"] = {name: _time(part, len(weights), repeats) for name, part in parts.items()}
     nbytes = {
         "gate_up": touched * 2 * HIDDEN * (HIDDEN // 2 + HIDDEN // 32),
@@ -237,6 +203,52 @@ def measure(
     times = [cell["us"] for cell in row["baselines"].values() if "us" in cell]
     row["speedup"] = min(times) / row["us"]["layer"] if times else None
     return row
+
+
+def _parts(
+    sets: Sequence[tuple[torch.Tensor, ...]],
+    weights: Sequence[ExpertWeights],
+    options: tuple[Any, ...],
+    experts: int,
+    fp8: bool,
+) -> tuple[dict[str, Callable[[int], Any]], float]:
+    """The layer's launches as calls of the number of a layer, and the experts that tokens reach."""
+    from oss_fused.kernels.launch import runs_gluon
+    from oss_fused.kernels.moe import triton as moe
+
+    pairs = sets[0][0].shape[0] * TOP_K
+    config = moe.choose_config(pairs, experts, fp8, runs_gluon(torch.device("cuda")))
+    levels = 1 if fp8 else 2
+    y_dtype = torch.bfloat16 if fp8 or config.large else torch.float32
+
+    def routed(i: int) -> Any:
+        x, logits = sets[i]
+        return moe.encode(x, logits, TOP_K, True, None, experts, levels, config)
+
+    def gate_up(i: int) -> torch.Tensor:
+        packed, bias = weights[i].packed13, weights[i].w13_bias
+        return moe.gate_up(
+            routings[i], *packed, bias, HIDDEN, TOP_K, "swigluoai", torch.bfloat16, levels, config
+        )[0]
+
+    def down(i: int) -> torch.Tensor:
+        packed, bias = weights[i].packed2, weights[i].w2_bias
+        return moe.down(routings[i], acts[i], None, *packed, bias, HIDDEN, y_dtype, config, True)
+
+    def layer(i: int) -> torch.Tensor:
+        return get_kernel("triton", "moe_mxfp4")(*sets[i], *weights[i].arguments(), *options)
+
+    routings = [routed(i) for i in range(len(weights))]
+    acts = [gate_up(i) for i in range(len(weights))]
+    y, out = down(0), torch.empty_like(sets[0][0])
+    parts: dict[str, Callable[[int], Any]] = {
+        "route": routed,
+        "gate_up": gate_up,
+        "down": down,
+        "combine": lambda i: moe.combine(routings[0], y, out),
+        "layer": layer,
+    }
+    return parts, sum(int(r.topk_ids.unique().numel()) for r in routings) / len(routings)
 
 
 def figures(results: Sequence[dict[str, Any]]) -> dict[str, float]:

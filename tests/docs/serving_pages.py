@@ -138,6 +138,11 @@ def decode() -> Passages:
     found.append(("| all | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} |", whole))
     count = [profile(b, arm)["kernels_per_step"] for b in (1, 256) for arm in ("triton", "oss_fp8")]
     found.append(("| number of kernels | {:.0f} | {:.0f} | | {:.0f} | {:.0f} | |", count))
+    return found + _attention_and_logits()
+
+
+def _attention_and_logits() -> Passages:
+    found: Passages = []
     for label, shape in _ATTENTION.items():
         for context in (128, 1024, 4096):
             if (label, context) in _UNSHOWN:

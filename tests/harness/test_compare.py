@@ -7,10 +7,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import summary
 from harness.compare import Arm, Comparison, make_grid, parse_arm, parse_lengths, run
+from harness.load import LoadClient
 
 from oss_fused.errors import ServerError
 
@@ -86,6 +88,26 @@ def test_run_alternates_and_ratios_pair_equal_prompts(fake_plan: MakePlan, tmp_p
         # rounds differ by the seed's spread, which the pairing takes out
         assert ratio["median"] == pytest.approx(2) and ratio["max"] == pytest.approx(ratio["min"])
         assert len(ratio["values"]) == 2
+
+
+def test_a_load_warms_up_until_its_first_token_is_steady(
+    fake_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that compiles under the first runs; what is measured comes after them."""
+    times, seeds = iter([1400.0, 900.0, 100.0, 95.0] + [50.0] * 100), []
+
+    def load(self: LoadClient, server: Any, cell: Any, seed: int, *_: Any, **__: Any) -> Any:
+        seeds.append(seed)
+        figures = dict.fromkeys(("p50_tpot_ms", "output_throughput"), 1.0)
+        return figures | {"p50_ttft_ms": next(times)}
+
+    monkeypatch.setattr(LoadClient, "run", load)
+    plan = fake_plan(arms=[Arm("slow", "m")], rounds=1, repeats=2, warmups=9)
+    results = run(plan, tmp_path)
+    first, second = results["arms"]["slow"]["warmups"]
+    assert (first, second) == ([1400.0, 900.0, 100.0, 95.0], [50.0, 50.0])
+    assert [row["figures"]["p50_ttft_ms"] for row in results["measurements"]] == [50.0] * 4
+    assert len(set(seeds)) == len(seeds) == 4 + 2 + 4, "prompts of their own for every run"
 
 
 def test_together_interleaves_each_load(fake_plan: MakePlan, tmp_path: Path) -> None:
