@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from oss_fused.kernels.gemm.large import tile_of
+from oss_fused.kernels.gemm.portable import tile_of
 from oss_fused.kernels.launch import wait_for_inputs, wait_unless
 
 # of 227 KB that a CTA can have; barriers take the rest
 _SHARED_BYTES = 225 * 1024
 # chunks of a result that each consumer may have under way to memory
-CHUNK_BUFFERS = 2
+CHUNK_BUFFERS = gl.constexpr(2)
 # Triton 3.9 renamed them
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -133,9 +133,7 @@ def load_tiles(
     b_desc,
     c_desc,
     ring,
-    blocks_m,
-    blocks_n,
-    k,
+    sizes,
     STEP_N: gl.constexpr,
     OFFSET: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -143,8 +141,10 @@ def load_tiles(
 ):
     """The loading warp: every K block of every tile of this CTA, as soon as a slot is free.
 
-    With PREFETCH the first weights are requested before the wait.
+    With PREFETCH the first weights are requested before the wait. ``sizes`` are the blocks of rows
+    and of columns, M, N and K.
     """
+    blocks_m, blocks_n, _m, _n, k = sizes
     rows, columns, _more, full, empty = ring
     STAGES: gl.constexpr = columns.type.shape[0]
     CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES

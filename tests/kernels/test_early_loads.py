@@ -30,24 +30,24 @@ _ROUTED = "gate_up waited for the routing before it let this kernel start"
 # (kernel, function that loads, pointer or descriptor) -> why it may come before the wait
 ALLOWED = {
     ("attention.triton._decode_attention_kernel", "_decode_attention_kernel", "seq_lens"): _TABLE,
-    ("attention.triton._decode_attention_kernel", "_rows", "table"): _TABLE,
-    ("gemm.gemv._gemv_kernel", "_gemv_kernel", "rows_b"): _WEIGHT,
-    ("gemm.gemv._gemv_kernel", "_gemv_kernel", "b_scale"): _WEIGHT,
+    ("attention.triton._decode_attention_kernel", "_pointers", "table"): _TABLE,
+    ("gemm.gemv._gemv_kernel", "_load_weights", "rows_b"): _WEIGHT,
+    ("gemm.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,
-    ("gemm.cooperative._gemm_cooperative_kernel", "_request_columns", "b_desc"): _WEIGHT,
-    ("gemm.cooperative._gemm_cooperative_kernel", "_request_columns", "c_desc"): _WEIGHT,
+    ("gemm.persistent._gemm_persistent_kernel", "_request_columns", "b_desc"): _WEIGHT,
+    ("gemm.persistent._gemm_persistent_kernel", "_request_columns", "c_desc"): _WEIGHT,
     ("gemm.stream._gemm_stream_kernel", "_load", "b_desc"): _WEIGHT,
     ("gemm.stream._gemm_stream_kernel", "_load", "a_desc"): "a box outside of a: nothing is read",
-    ("gemm.stream._gemm_stream_kernel", "_multiply", "b_scale"): _WEIGHT,
+    ("gemm.stream._gemm_stream_kernel", "scale_column", "scale"): _WEIGHT,
     ("gemm.stream._gemm_stream_kernel", "_multiply", "bias"): _WEIGHT,
-    ("gemm.swap._gemm_swap_kernel", "_gemm_swap_kernel", "b_scale"): _WEIGHT,
-    ("gemm.swap._gemm_swap_kernel", "_gemm_swap_kernel", "bias"): _WEIGHT,
-    # the pipeline is that of gemm.cooperative; this kernel's launch allows no prefetch
+    ("gemm.portable._gemm_portable_kernel", "scale_column", "scale"): _WEIGHT,
+    ("gemm.portable._gemm_portable_kernel", "_shift", "bias"): _WEIGHT,
+    # the pipeline is that of gemm.persistent; this kernel's launch allows no prefetch
     ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "b_desc"): _WEIGHT,
     ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "c_desc"): _WEIGHT,
-    ("moe.gemm._down_kernel", "_down_kernel", "tiles"): _ROUTED,
-    ("moe.gemm._down_kernel", "_down_kernel", "weight_scale"): _WEIGHT,
-    ("moe.gemm._down_kernel", "_down_kernel", "bias"): _WEIGHT,
+    ("moe.gemm._down_kernel", "_load_tile", "tile"): _ROUTED,
+    ("moe.gemm._down_kernel", "_load_scales", "weight_scale"): _WEIGHT,
+    ("moe.gemm._down_kernel", "_load_rows", "pointer"): _WEIGHT,
     ("moe.gemm._down_kernel", "_load_step", "w_ptrs"): _WEIGHT,
     ("moe.gemm._down_kernel", "_load_step", "s_ptrs"): _WEIGHT,
     ("norm.triton._add_rms_norm_quant_kernel", "_add_rms_norm_quant_kernel", "weight"): _WEIGHT,
@@ -128,6 +128,8 @@ class Walk(ast.NodeVisitor):
         self.kernel, self.vouched = f"{module}.{kernel.name}", vouched
         self.early: set[tuple[str, str, str]] = set()
         self.places: list[tuple[str, ast.FunctionDef]] = []
+        # for each function that is being walked: had it waited where it returns?
+        self.ends: list[list[bool]] = []
         self.returns = self.waited = False
         self.enter(module, kernel)
         self.returns |= not self.waited
@@ -137,9 +139,11 @@ class Walk(ast.NodeVisitor):
         if (module, function) in self.places:
             return
         self.places.append((module, function))
+        self.ends.append([])
         for statement in function.body:
             self.visit(statement)
         self.places.pop()
+        self.waited = all([*self.ends.pop(), self.waited])
 
     @property
     def place(self) -> tuple[str, ast.FunctionDef]:
@@ -167,6 +171,7 @@ class Walk(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         self.generic_visit(node)
+        self.ends[-1].append(self.waited)
         if f"{self.place[0]}.{self.place[1].name}" == self.kernel:
             self.returns |= not self.waited
 
@@ -195,7 +200,7 @@ def walks(vouched: bool) -> list[Walk]:
 
 def test_without_the_callers_word_everything_comes_after_the_wait():
     found = walks(vouched=False)
-    assert len(found) >= 25
+    assert len(found) >= 23
     assert set().union(*(walk.early for walk in found)) == set()
     assert [walk.kernel for walk in found if walk.returns] == []
 

@@ -57,8 +57,7 @@ def test_rows_between_cache_lines_take_the_wide_tile():
 
 def test_h200_table_fits_the_launchers():
     pytest.importorskip("triton.experimental.gluon")
-    from oss_fused.kernels.gemm.cooperative import gemm_cooperative
-    from oss_fused.kernels.gemm.pingpong import gemm_pingpong
+    from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
     from oss_fused.kernels.gemm.triton import KERNELS
 

@@ -16,12 +16,13 @@ every sequence of the step, and a sequence that shares a full block may read ano
 from __future__ import annotations
 
 import bisect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.cache import Heads, paged_cache
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -70,9 +71,28 @@ _LAUNCHES = {
 }
 
 
+class _Rows(NamedTuple):
+    """A tensor [T, Hq, D] with unit stride along D, as one kernel argument."""
+
+    data: Any
+    row_stride: Any
+    head_stride: Any
+
+
+class _Splits(NamedTuple):
+    """What splits of one head leave for the last of them; arrivals [T * Hkv] counts them.
+
+    sums [slots, BLOCK_G, BLOCK_D] and stats [slots, BLOCK_G, 2] (maximum, weight) are float32.
+    """
+
+    arrivals: Any
+    sums: Any
+    stats: Any
+
+
 @triton.jit
-def _load_tile(cache, offsets, mask, dtype: tl.constexpr):
-    tile = tl.load(cache + offsets, mask=mask, other=0.0)
+def _load(pointers, mask, dtype: tl.constexpr):
+    tile = tl.load(pointers, mask=mask, other=0.0)
     if tile.dtype == tl.float8e4nv:
         # e4m3 -> bf16 is exact
         return from_fp8(tile).to(dtype)
@@ -81,11 +101,58 @@ def _load_tile(cache, offsets, mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rows(table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn):
-    """Offsets of the keys and of the values at ``positions``."""
-    pages = tl.load(table + positions // page_size, mask=valid, other=0).to(tl.int64)
-    slots = positions % page_size
-    return pages * stride_kp + slots * stride_kn, pages * stride_vp + slots * stride_vn
+def _store(pointers, values, mask):
+    tl.store(pointers, round_to(values, pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _span(length, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First position of this split, the one behind its last, and how many splits have work."""
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), min_tiles)
+    begin = first + tl.program_id(2) * tiles_per_split * BLOCK_N
+    end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
+    return begin, end, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def _pointers(keys, values, table, begin, end, head, columns, BLOCK_N: tl.constexpr):
+    """Pointers [BLOCK_N, D] of a head's keys and values from ``begin`` on; which are before end."""
+    positions = begin + tl.arange(0, BLOCK_N)
+    valid = positions < end
+    pages = tl.load(table + positions // keys.page_size, mask=valid, other=0).to(tl.int64)
+    slots = positions % keys.page_size
+    k_rows = pages * keys.block_stride + slots * keys.page_stride
+    v_rows = pages * values.block_stride + slots * values.page_stride
+    key_head = keys.data + head * keys.head_stride
+    value_head = values.data + head * values.head_stride
+    key_offsets = k_rows[:, None] + columns[None, :]
+    value_offsets = v_rows[:, None] + columns[None, :]
+    return key_head + key_offsets, value_head + value_offsets, valid
+
+
+@triton.jit
+def _head_pointers(rows, row, heads, columns):
+    return rows.data + (row * rows.row_stride + heads[:, None] * rows.head_stride + columns[None])
+
+
+@triton.jit
+def _nothing(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Maximum, weight and weighted sum of no position."""
+    best = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    return best, tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def _logit_scale(softmax_scale, scales):
+    """What the products of codes are multiplied with; logits are powers of two."""
+    scale = softmax_scale * _LOG2E
+    if scales.q is not None:
+        scale *= tl.load(scales.q)
+    if scales.k is not None:
+        scale *= tl.load(scales.k)
+    return scale
 
 
 @triton.jit
@@ -101,34 +168,71 @@ def _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE: tl.constexpr):
     return new_best, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "page_size", "min_tiles"])
+@triton.jit
+def _leave(splits, slot, best, total, acc):
+    """Leave the result of this split; returns how many had arrived before it."""
+    BLOCK_G: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    here = (slot * tl.num_programs(2) + tl.program_id(2)) * BLOCK_G + tl.arange(0, BLOCK_G)
+    columns = tl.arange(0, BLOCK_D)
+    tl.store(splits.sums + here[:, None] * BLOCK_D + columns[None, :], acc)
+    tl.store(splits.stats + here * 2, best)
+    tl.store(splits.stats + here * 2 + 1, total)
+    # every thread's stores come before the arrival that announces them
+    tl.debug_barrier()
+    return tl.atomic_add(splits.arrivals + slot, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def _gather(splits, slot, active, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Maximum, weight and weighted sum of all splits of a head, in their order; count anew."""
+    tl.store(splits.arrivals + slot, 0)
+    best, total, acc = _nothing(BLOCK_G, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)
+    for other in range(0, active):
+        there = (slot * tl.num_programs(2) + other) * BLOCK_G + tl.arange(0, BLOCK_G)
+        other_best = tl.load(splits.stats + there * 2, cache_modifier=".cg")
+        other_total = tl.load(splits.stats + there * 2 + 1, cache_modifier=".cg")
+        other_sums = splits.sums + there[:, None] * BLOCK_D + columns[None, :]
+        other_acc = tl.load(other_sums, cache_modifier=".cg")
+        new_best = tl.maximum(best, other_best, propagate_nan=tl.PropagateNan.ALL)
+        shrink = tl.exp2(best - new_best)
+        grow = tl.exp2(other_best - new_best)
+        total = total * shrink + other_total * grow
+        acc = acc * shrink[:, None] + other_acc * grow[:, None]
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit
+def _normalize(best, total, acc, sinks, heads, in_group, v_scale):
+    """The weighted mean; a sink takes its share of the weight."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        new_best = tl.maximum(best, sink, propagate_nan=tl.PropagateNan.ALL)
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.exp2(sink - new_best)
+        acc = acc * shrink[:, None]
+    # a padding row has no position: its result is 0, not 0 / 0
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        result *= tl.load(v_scale)
+    return result
+
+
+@triton.jit(do_not_specialize=["table_stride", "min_tiles"])
 def _decode_attention_kernel(
     query,
-    key_cache,
-    value_cache,
+    keys,
+    values,
     block_table,
     seq_lens,
     out,
-    arrivals,
+    splits,
     sinks,
-    q_scale,
-    k_scale,
-    v_scale,
-    partial_sums,
-    partial_stats,
+    scales,
     softmax_scale,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kn,
-    stride_kh,
-    stride_vp,
-    stride_vn,
-    stride_vh,
-    stride_ot,
-    stride_oh,
     table_stride,
-    page_size,
     min_tiles,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -142,111 +246,40 @@ def _decode_attention_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
     wait_unless(PREFETCH)
     length = tl.load(seq_lens + row)
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    active = tl.cdiv(tiles, tiles_per_split)
-    if split >= active:
+    begin, end, active = _span(length, min_tiles, WINDOW, BLOCK_N)
+    if tl.program_id(2) >= active:
         return
-
-    offs_g = tl.arange(0, BLOCK_G)
-    offs_d = tl.arange(0, BLOCK_D)
-    in_g = offs_g < GROUP
-    in_d = offs_d < HEAD_DIM
-    mask_q = in_g[:, None] & in_d[None, :]
-    heads = head * GROUP + offs_g
-    key_head = key_cache + head * stride_kh
-    value_head = value_cache + head * stride_vh
+    in_group = tl.arange(0, BLOCK_G) < GROUP
+    columns = tl.arange(0, BLOCK_D)
+    in_d = (columns < HEAD_DIM)[None, :]
+    mask_q = in_group[:, None] & in_d
+    heads = head * GROUP + tl.arange(0, BLOCK_G)
     table = block_table + row * table_stride
-    begin = first + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
-
-    positions = begin + tl.arange(0, BLOCK_N)
-    valid = positions < end
-    k_rows, v_rows = _rows(
-        table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn
-    )
-    k_offsets = k_rows[:, None] + offs_d[None, :]
-    v_offsets = v_rows[:, None] + offs_d[None, :]
+    k, v, valid = _pointers(keys, values, table, begin, end, head, columns, BLOCK_N)
     start_next()
     wait_for_inputs()
-    mask = valid[:, None] & in_d[None, :]
-    k = _load_tile(key_head, k_offsets, mask, DTYPE)
-    v = _load_tile(value_head, v_offsets, mask, DTYPE)
-    q_offsets = row * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
-    q = _load_tile(query, q_offsets, mask_q, DTYPE)
-
-    scale = softmax_scale * _LOG2E
-    if q_scale is not None:
-        scale *= tl.load(q_scale)
-    if k_scale is not None:
-        scale *= tl.load(k_scale)
-    best = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
+    q = _load(_head_pointers(query, row, heads, columns), mask_q, DTYPE)
+    scale = _logit_scale(softmax_scale, scales)
+    best, total, acc = _nothing(BLOCK_G, BLOCK_D)
     # a padding row has no position at all
     if length > 0:
         best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
     for start in range(begin + BLOCK_N, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        valid = positions < end
-        k_rows, v_rows = _rows(
-            table, positions, valid, page_size, stride_kp, stride_kn, stride_vp, stride_vn
-        )
-        mask = valid[:, None] & in_d[None, :]
-        k = _load_tile(key_head, k_rows[:, None] + offs_d[None, :], mask, DTYPE)
-        v = _load_tile(value_head, v_rows[:, None] + offs_d[None, :], mask, DTYPE)
+        k, v, valid = _pointers(keys, values, table, start, end, head, columns, BLOCK_N)
+        k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
         best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
-
-    slot = row * HEADS + head
     writes = active == 1
     if active > 1:
-        here = (slot * splits + split) * BLOCK_G
-        tl.store(partial_sums + (here + offs_g[:, None]) * BLOCK_D + offs_d[None, :], acc)
-        tl.store(partial_stats + (here + offs_g) * 2, best)
-        tl.store(partial_stats + (here + offs_g) * 2 + 1, total)
-        # every thread's stores come before the arrival that announces them
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-        writes = arrived == active - 1
+        slot = row * HEADS + head
+        writes = _leave(splits, slot, best, total, acc) == active - 1
         if writes:
-            tl.store(arrivals + slot, 0)
-            best = tl.full([BLOCK_G], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_G], tl.float32)
-            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            for other in range(0, active):
-                there = (slot * splits + other) * BLOCK_G
-                other_best = tl.load(partial_stats + (there + offs_g) * 2, cache_modifier=".cg")
-                other_total = tl.load(
-                    partial_stats + (there + offs_g) * 2 + 1, cache_modifier=".cg"
-                )
-                other_acc = tl.load(
-                    partial_sums + (there + offs_g[:, None]) * BLOCK_D + offs_d[None, :],
-                    cache_modifier=".cg",
-                )
-                new_best = tl.maximum(best, other_best, propagate_nan=tl.PropagateNan.ALL)
-                shrink = tl.exp2(best - new_best)
-                grow = tl.exp2(other_best - new_best)
-                total = total * shrink + other_total * grow
-                acc = acc * shrink[:, None] + other_acc * grow[:, None]
-                best = new_best
+            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D)
     if writes:
-        if sinks is not None:
-            sink = tl.load(sinks + heads, mask=in_g, other=0.0).to(tl.float32) * _LOG2E
-            new_best = tl.maximum(best, sink, propagate_nan=tl.PropagateNan.ALL)
-            shrink = tl.exp2(best - new_best)
-            total = total * shrink + tl.exp2(sink - new_best)
-            acc = acc * shrink[:, None]
-        # a padding row has no position: its result is 0, not 0 / 0
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if v_scale is not None:
-            result *= tl.load(v_scale)
-        o_offsets = row * stride_ot + heads[:, None] * stride_oh + offs_d[None, :]
-        tl.store(out + o_offsets, round_to(result, out.dtype.element_ty), mask=mask_q)
+        result = _normalize(best, total, acc, sinks, heads, in_group, scales.v)
+        _store(_head_pointers(out, row, heads, columns), result, mask_q)
 
 
 def launch_for(
@@ -307,26 +340,17 @@ def decode_attention(
     sums = torch.empty(*scratch, block_d, dtype=torch.float32, device=query.device)
     stats = torch.empty(*scratch, 2, dtype=torch.float32, device=query.device)
     _decode_attention_kernel[(rows, heads, splits)](
-        query,
-        key_cache,
-        value_cache,
+        _Rows(query, query.stride(0), query.stride(1)),
+        paged_cache(key_cache),
+        paged_cache(value_cache),
         block_table,
         seq_lens,
-        out,
-        arrivals,
+        _Rows(out, out.stride(0), out.stride(1)),
+        _Splits(arrivals, sums, stats),
         sinks,
-        q_scale,
-        k_scale,
-        v_scale,
-        sums,
-        stats,
+        Heads(q_scale, k_scale, v_scale),
         softmax_scale,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *out.stride()[:2],
         block_table.stride(0),
-        page_size,
         launch.min_tiles,
         HEADS=heads,
         GROUP=group,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.numerics import (
@@ -195,6 +196,28 @@ def _split_words(words):
     return tl.split(words.reshape([shape[0], shape[1], shape[2], 2, 2]))
 
 
+@triton.jit
+def _load_weights(rows_b, offs, k_words):
+    """Words of a block of columns; no other program reads them."""
+    mask = (offs < k_words)[None, :]
+    return tl.load(rows_b + offs[None, :], mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_tokens(rows_a, offs, words):
+    return tl.load(rows_a + offs[None, :], mask=(offs < words)[None, :], other=0)
+
+
+@triton.jit
+def _token_scales(rows_a, words, ROWS_M: tl.constexpr, BLOCK: tl.constexpr, BF16: tl.constexpr):
+    """Scales [ROWS_M, 1] of the rows' largest magnitudes."""
+    offs = tl.arange(0, BLOCK)
+    bits = tl.zeros([ROWS_M], tl.int32)
+    for start in range(0, words, BLOCK):
+        bits = tl.maximum(bits, _amax_bits(_load_tokens(rows_a, start + offs, words), BF16))
+    return scale_of_amax(bits)[:, None]
+
+
 @triton.jit(do_not_specialize=["m"])
 def _gemv_kernel(
     a,
@@ -218,63 +241,37 @@ def _gemv_kernel(
     PREFETCH: tl.constexpr,
 ):
     X_WORDS: tl.constexpr = 2 if QUANTIZE else 1
-    GROUPS: tl.constexpr = BLOCK_W // 4
     offs_n = tl.program_id(0) * ROWS_N + tl.arange(0, ROWS_N)
     offs_m = tl.arange(0, ROWS_M)
     offs_w = tl.arange(0, BLOCK_W)
     rows_b = b + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * stride_b
     rows_a = a + tl.minimum(offs_m, m - 1)[:, None] * stride_a
     wait_unless(PREFETCH)
-    first = tl.load(
-        rows_b + offs_w[None, :],
-        mask=(offs_w < k_words)[None, :],
-        other=0,
-        eviction_policy="evict_first",
-    )
+    words = _load_weights(rows_b, offs_w, k_words)
     in_n = offs_n < n
     # everything that the epilogue needs arrives while the weights do
-    if B_ROWS:
-        channel = tl.load(b_scale + offs_n, mask=in_n, other=0.0)[None, :]
-    else:
-        channel = tl.load(b_scale)
+    channel = scale_row(b_scale, offs_n, in_n, B_ROWS)
     if bias is not None:
         shift = tl.load(bias + offs_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs()
     start_next()
-    offs_x = tl.arange(0, BLOCK_W * X_WORDS)
     if QUANTIZE:
-        bits = tl.zeros([ROWS_M], tl.int32)
-        for start in range(0, k_words * 2, BLOCK_W * 2):
-            x_mask = (start + offs_x < k_words * 2)[None, :]
-            pairs = tl.load(rows_a + start + offs_x[None, :], mask=x_mask, other=0)
-            bits = tl.maximum(bits, _amax_bits(pairs, BF16))
-        token_scale = scale_of_amax(bits)[:, None]
-        inv = tl.div_rn(1.0, token_scale)[:, :, None, None]
-    elif A_ROWS:
-        token_scale = tl.load(a_scale + tl.minimum(offs_m, m - 1))[:, None]
+        token = _token_scales(rows_a, k_words * 2, ROWS_M, BLOCK_W * 2, BF16)
+        inv = tl.div_rn(1.0, token)[:, :, None, None]
     else:
-        token_scale = tl.load(a_scale)
-    acc = tl.zeros([ROWS_M, ROWS_N, GROUPS], tl.float32)
-    words = first
+        token = scale_column(a_scale, tl.minimum(offs_m, m - 1), None, A_ROWS)
+    offs_x = tl.arange(0, BLOCK_W * X_WORDS)
+    acc = tl.zeros([ROWS_M, ROWS_N, BLOCK_W // 4], tl.float32)
     for start in range(0, k_words, BLOCK_W):
-        x_mask = (start * X_WORDS + offs_x < k_words * X_WORDS)[None, :]
-        x = tl.load(rows_a + start * X_WORDS + offs_x[None, :], mask=x_mask, other=0)
-        x = x.reshape([ROWS_M, 1, GROUPS, 4 * X_WORDS])
-        current = words.reshape([1, ROWS_N, GROUPS, 4])
-        ahead = start + BLOCK_W + offs_w
-        words = tl.load(
-            rows_b + ahead[None, :],
-            mask=(ahead < k_words)[None, :],
-            other=0,
-            eviction_policy="evict_first",
-        )
+        x = _load_tokens(rows_a, start * X_WORDS + offs_x, k_words * X_WORDS)
+        x = x.reshape([ROWS_M, 1, BLOCK_W // 4, 4 * X_WORDS])
+        current = words.reshape([1, ROWS_N, BLOCK_W // 4, 4])
+        words = _load_weights(rows_b, start + BLOCK_W + offs_w, k_words)
         if QUANTIZE:
             acc += _dot_pairs(x, current, inv, BF16)
         else:
             acc += _dot_codes(x, current)
-    total = tl.sum(acc, 2) * 64.0
-    total *= token_scale
-    total *= channel
+    total = tl.sum(acc, 2) * 64.0 * token * channel
     if bias is not None:
         total += shift
     tl.store(

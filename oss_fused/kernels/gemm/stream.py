@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import copy_box, descriptor, free_previous, next_slot
@@ -60,6 +61,23 @@ def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH: gl.const
 
 
 @gluon.jit
+def _store(acc, out, first_m, first_n, m, n):
+    """Round [rows of b, rows of a] and write what lies inside out [m, n]."""
+    BLOCK_N: gl.constexpr = acc.type.shape[0]
+    BLOCK_M: gl.constexpr = acc.type.shape[1]
+    # eight outputs of a token in a thread: 16-byte stores
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+    offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
+    offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
+    gl.store(
+        out + offs_m.to(gl.int64)[None, :] * n + offs_n[:, None],
+        result,
+        mask=(offs_m < m)[None, :] & (offs_n < n)[:, None],
+    )
+
+
+@gluon.jit
 def _multiply(
     buffers,
     scales,
@@ -85,18 +103,12 @@ def _multiply(
     offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, product))
     wait_unless(PREFETCH)
     # everything that the epilogue needs arrives while the weights do
-    if B_ROWS:
-        channel = gl.load(b_scale + offs_n, mask=offs_n < n, other=0.0)[:, None]
-    else:
-        channel = gl.load(b_scale)
+    channel = scale_column(b_scale, offs_n, offs_n < n, B_ROWS)
     if bias is not None:
         shift = gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[:, None]
     wait_for_inputs()
     start_next()
-    if A_ROWS:
-        token = gl.load(a_scale + offs_m, mask=offs_m < m, other=0.0)[None, :]
-    else:
-        token = gl.load(a_scale)
+    token = scale_row(a_scale, offs_m, offs_m < m, A_ROWS)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=product)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -113,16 +125,7 @@ def _multiply(
     acc *= channel
     if bias is not None:
         acc += shift
-    # eight outputs of a token in a thread: 16-byte stores
-    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
-    offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
-    offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
-    gl.store(
-        out + offs_m.to(gl.int64)[None, :] * n + offs_n[:, None],
-        result,
-        mask=(offs_m < m)[None, :] & (offs_n < n)[:, None],
-    )
+    _store(acc, out, first_m, first_n, m, n)
 
 
 @gluon.jit(do_not_specialize=["m"])

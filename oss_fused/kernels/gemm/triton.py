@@ -16,9 +16,7 @@ from oss_fused.kernels.checks import (
     check_dtype,
 )
 from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
-from oss_fused.kernels.gemm.large import gemm_large
-from oss_fused.kernels.gemm.swap import gemm_swap
-from oss_fused.kernels.gemm.tile import gemm_tile
+from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.quantize.triton import quantize_fp8
 
@@ -44,8 +42,7 @@ def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
     """The kernels that can run on ``device`` by their names in the tile tables."""
     if not runs_gluon(device):
         return KERNELS
-    from oss_fused.kernels.gemm.cooperative import gemm_cooperative
-    from oss_fused.kernels.gemm.pingpong import gemm_pingpong
+    from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
 
     return {

@@ -8,12 +8,16 @@ and per output channel; float32 accumulation.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import as_rows
+from oss_fused.kernels.gemm.portable import tile_of
+from oss_fused.kernels.gemm.scales import scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import activate
@@ -23,6 +27,14 @@ from oss_fused.kernels.tma import row_descriptor
 
 # up to so many, the weights' bytes decide, and a tile of 128 rows would be mostly padding
 _FEW_ROWS = 64
+
+
+class _Scales(NamedTuple):
+    """Dequantisation multipliers of tokens [T, 1] and channels [I, 1]; None of 16-bit operands."""
+
+    x: Any
+    gate: Any
+    up: Any
 
 
 @triton.jit
@@ -36,14 +48,29 @@ def _dot(x, w, acc):
         return tl.dot(x, w.T, acc, input_precision="ieee")
 
 
+@triton.jit
+def _load_rows(pointer, rows, end, k, start, BLOCK_K: tl.constexpr):
+    """Columns ``start`` and on of some rows of a contiguous [end, k]; zero where there is none."""
+    columns = start + tl.arange(0, BLOCK_K)
+    pointers = pointer + rows.to(tl.int64)[:, None] * k + columns[None, :]
+    return tl.load(pointers, mask=(rows < end)[:, None] & (columns < k)[None, :], other=0.0)
+
+
+@triton.jit
+def _scale(gate, up, scales, offs_m, offs_n, m, n, CHANNELS: tl.constexpr):
+    """Both products times the scales of their operands."""
+    token = tl.load(scales.x + offs_m, mask=offs_m < m, other=0.0)[:, None]
+    gate *= token * scale_row(scales.gate, offs_n, offs_n < n, CHANNELS)
+    up *= token * scale_row(scales.up, offs_n, offs_n < n, CHANNELS)
+    return gate, up
+
+
 @triton.jit(do_not_specialize=["m"])
 def _gated_mlp_kernel(
     x_source,
     gate_source,
     up_source,
-    x_scale,
-    gate_scale,
-    up_scale,
+    scales,
     out,
     m,
     n,
@@ -57,44 +84,25 @@ def _gated_mlp_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    pid = tl.program_id(0)
     blocks_m = tl.cdiv(m, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
-    group = pid // (GROUP_M * blocks_n)
-    inside = pid % (GROUP_M * blocks_n)
-    size = tl.minimum(blocks_m - group * GROUP_M, GROUP_M)
-    first_m = (group * GROUP_M + inside % size) * BLOCK_M
-    first_n = (inside // size) * BLOCK_N
+    block_m, block_n = tile_of(tl.program_id(0), blocks_m, blocks_n, GROUP_M)
+    first_m, first_n = block_m * BLOCK_M, block_n * BLOCK_N
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
-    in_m = offs_m < m
-    in_n = offs_n < n
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if TMA:
-        for start in range(0, k, BLOCK_K):
+    for start in range(0, k, BLOCK_K):
+        if TMA:
             x = x_source.load([first_m, start])
             gate = _dot(x, gate_source.load([first_n, start]), gate)
             up = _dot(x, up_source.load([first_n, start]), up)
-    else:
-        offs_k = tl.arange(0, BLOCK_K)
-        rows_x = x_source + offs_m.to(tl.int64)[:, None] * k + offs_k[None, :]
-        rows_w = offs_n.to(tl.int64)[:, None] * k + offs_k[None, :]
-        for start in range(0, k, BLOCK_K):
-            in_k = (offs_k < k - start)[None, :]
-            x = tl.load(rows_x + start, mask=in_m[:, None] & in_k, other=0.0)
-            in_w = in_n[:, None] & in_k
-            gate = _dot(x, tl.load(gate_source + rows_w + start, mask=in_w, other=0.0), gate)
-            up = _dot(x, tl.load(up_source + rows_w + start, mask=in_w, other=0.0), up)
-
-    if x_scale is not None:
-        token = tl.load(x_scale + offs_m, mask=in_m, other=0.0)[:, None]
-        if CHANNELS:
-            gate *= token * tl.load(gate_scale + offs_n, mask=in_n, other=0.0)[None, :]
-            up *= token * tl.load(up_scale + offs_n, mask=in_n, other=0.0)[None, :]
         else:
-            gate *= token * tl.load(gate_scale)
-            up *= token * tl.load(up_scale)
+            x = _load_rows(x_source, offs_m, m, k, start, BLOCK_K)
+            gate = _dot(x, _load_rows(gate_source, offs_n, n, k, start, BLOCK_K), gate)
+            up = _dot(x, _load_rows(up_source, offs_n, n, k, start, BLOCK_K), up)
+    if scales.x is not None:
+        gate, up = _scale(gate, up, scales, offs_m, offs_n, m, n, CHANNELS)
     if ACTIVATE_GATE:
         result = activate(gate, ACTIVATION) * up
     else:
@@ -102,7 +110,7 @@ def _gated_mlp_kernel(
     tl.store(
         out + offs_m.to(tl.int64)[:, None] * n + offs_n[None, :],
         round_to(result, out.dtype.element_ty),
-        mask=in_m[:, None] & in_n[None, :],
+        mask=(offs_m < m)[:, None] & (offs_n < n)[None, :],
     )
 
 
@@ -125,58 +133,42 @@ def gated_mlp(
     if out.numel() == 0:
         return out
     rows = as_rows(x).contiguous()
-    x_scale, channels = None, False
+    scales, channels = _Scales(None, None, None), False
     if gate_scale is not None and up_scale is not None:
-        rows, x_scale = quantize_fp8(rows, None, "token")
         channels = gate_scale.numel() != 1 or up_scale.numel() != 1
-        gate_scale, up_scale = gate_scale.expand(n, 1), up_scale.expand(n, 1)
+        rows, x_scale = quantize_fp8(rows, None, "token")
+        scales = _Scales(x_scale, gate_scale.expand(n, 1), up_scale.expand(n, 1))
         if channels:
-            gate_scale, up_scale = gate_scale.contiguous(), up_scale.contiguous()
-    weights = [gate_weight.contiguous(), up_weight.contiguous()]
-    m = rows.shape[0]
-    tma = (k * rows.element_size()) % 16 == 0 and all(
-        t.data_ptr() % 16 == 0 for t in (rows, *weights)
-    )
-    if config is None and tma and m > _FEW_ROWS and runs_gluon(x.device):
+            scales = _Scales(x_scale, scales.gate.contiguous(), scales.up.contiguous())
+    gate_weight, up_weight = gate_weight.contiguous(), up_weight.contiguous()
+    aligned = all(t.data_ptr() % 16 == 0 for t in (rows, gate_weight, up_weight))
+    tma = aligned and (k * rows.element_size()) % 16 == 0
+    on_gate = activation_on == "gate"
+    if config is None and tma and rows.shape[0] > _FEW_ROWS and runs_gluon(x.device):
         from oss_fused.kernels.mlp.gated_cooperative import gated_cooperative
 
-        on_gate = activation_on == "gate"
-        gated_cooperative(
-            rows,
-            weights[0],
-            weights[1],
-            x_scale,
-            gate_scale,
-            up_scale,
-            out,
-            activation,
-            on_gate,
-            channels,
-        )
+        operands = (rows, gate_weight, up_weight, scales.x, scales.gate, scales.up)
+        gated_cooperative(*operands, out, activation, on_gate, channels)
         return out
     config = config or _config(rows, n)
-    block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    sources = [rows, *weights]
-    if tma:
-        blocks = (block_m, block_n, block_n)
-        sources = [row_descriptor(t, b, block_k) for t, b in zip(sources, blocks, strict=True)]
-    _gated_mlp_kernel[(cdiv(m, block_m) * cdiv(n, block_n),)](
-        *sources,
-        x_scale,
-        gate_scale,
-        up_scale,
-        out,
-        m,
-        n,
-        k,
-        CHANNELS=channels,
-        ACTIVATION=activation,
-        ACTIVATE_GATE=activation_on == "gate",
-        TMA=tma,
-        GROUP_M=8,
-        **config,
-    )
+    blocks = {"CHANNELS": channels, "TMA": tma, "GROUP_M": 8, **config}
+    sources = (rows, gate_weight, up_weight)
+    _launch(sources, scales, out, ACTIVATION=activation, ACTIVATE_GATE=on_gate, **blocks)
     return out
+
+
+def _launch(
+    sources: tuple[torch.Tensor, ...], scales: _Scales, out: torch.Tensor, **options: Any
+) -> None:
+    """Launch into ``out`` for contiguous x [M, K] and weights [N, K]."""
+    x, gate, up = sources
+    (m, k), n = x.shape, gate.shape[0]
+    block_m, block_n, block_k = (options[f"BLOCK_{axis}"] for axis in "MNK")
+    if options["TMA"]:
+        x = row_descriptor(x, block_m, block_k)
+        gate, up = (row_descriptor(weight, block_n, block_k) for weight in (gate, up))
+    grid = (cdiv(m, block_m) * cdiv(n, block_n),)
+    _gated_mlp_kernel[grid](x, gate, up, scales, out, m, n, k, **options)
 
 
 def _config(rows: torch.Tensor, n: int) -> dict[str, int]:

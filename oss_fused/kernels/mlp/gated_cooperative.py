@@ -11,7 +11,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from oss_fused.kernels.gemm.large import tile_of
+from oss_fused.kernels.gemm.portable import tile_of
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.mlp.triton import activate
@@ -88,37 +88,15 @@ def _gated_cooperative_kernel(
     GROUP_M: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = gate_desc.block_type.shape[0]
-    blocks_m = gl.cdiv(m, 2 * x_desc.block_type.shape[0])
-    blocks_n = gl.cdiv(n, BLOCK_N)
     ring = make_ring(x_desc, gate_desc, up_desc, STAGES, 2)
-    sizes = (blocks_m, blocks_n, m, n, k)
+    sizes = (gl.cdiv(m, 2 * x_desc.block_type.shape[0]), gl.cdiv(n, BLOCK_N), m, n, k)
     scales = (x_scale, gate_scale, up_scale, out)
+    loads = (x_desc, gate_desc, up_desc, ring, sizes, BLOCK_N, 0, GROUP_M, False)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 0),
-            ),
-            (
-                _multiply,
-                (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 1),
-            ),
-            (
-                load_tiles,
-                (
-                    x_desc,
-                    gate_desc,
-                    up_desc,
-                    ring,
-                    blocks_m,
-                    blocks_n,
-                    k,
-                    BLOCK_N,
-                    0,
-                    GROUP_M,
-                    False,
-                ),
-            ),
+            (_multiply, (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 0)),
+            (_multiply, (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 1)),
+            (load_tiles, loads),
         ],
         [4, 1],
         [240, 24],

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Grouped products of the experts: tokens sorted by expert times MXFP4 weights.
+"""Grouped products of the experts: tokens sorted by expert times MXFP4 or FP8 weights.
 
-One program computes ``64 * GROUPS`` weight rows for up to ROWS tokens of one expert. Activations
-are e4m3 codes [rows, LEVELS, KP] in the order of moe_tile. With LEVELS = 2 a value is
-``(first + second / 16) * scale``, which is exact for bfloat16 (8 significant bits) over 14
-octaves below the row's largest value, so the FP8 tensor cores give bfloat16 x MXFP4 products;
-with LEVELS = 1 it is FP8.
+One program computes ``64 * groups`` weight rows for up to ``rows`` tokens of one expert.
+Activations are e4m3 codes [rows, levels, KP], KP being K rounded up to 128. With two levels a value
+is ``(first + second / 16) * scale``, which is exact for bfloat16 (8 significant bits) over 14
+octaves below the row's largest value, so the FP8 tensor cores give bfloat16 x MXFP4 products; with
+one level it is FP8.
+
+MXFP4 weights are packed as moe/mxfp4.py says, and the codes lie in the order of moe/tile.py. FP8
+weights [E, N, K] have a scale for each row; weights and codes lie in the order of their columns.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,6 +21,7 @@ import triton.language as tl
 from oss_fused.kernels.launch import start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.tile import (
     activation_position,
+    dot_tile,
     dot_unpacked,
     group_row,
     row_scale,
@@ -24,264 +30,369 @@ from oss_fused.kernels.moe.tile import (
 from oss_fused.kernels.numerics import from_fp8, round_to, to_fp8
 
 
+class Product(NamedTuple):
+    """What a product's kernel is compiled for.
+
+    Rows N and columns K of an expert's weight; tokens of a tile; levels of a code; 64-row groups
+    of a program; 128-column chunks of a step; shares of K; steps on their way; warpgroups among
+    which the groups are divided; whether a step's sum is promoted to float32; the weight's format.
+    """
+
+    n: int
+    k: int
+    rows: int
+    levels: int = 1
+    groups: int = 1
+    depth: int = 1
+    shares: int = 1
+    stages: int = 4
+    warpgroups: int = 1
+    promote: bool = False
+    mxfp4: bool = False
+
+
 @triton.jit
-def _weight_pointers(weight, weight_scale, K: tl.constexpr, GROUPS: tl.constexpr,
-                     DEPTH: tl.constexpr, width,
-                     WARPGROUPS: tl.constexpr):  # fmt: skip
+def _weight_pointers(weight, weight_scale, width, P: tl.constexpr):
     """Pointers of a tile's packed bytes (``width`` a row) and scale words, as unpack_weights
     wants them."""
-    q = tl.arange(0, 64 * GROUPS * DEPTH)
-    row = q // (32 * GROUPS * DEPTH) * 32 + q % 32
-    turn = q // (32 * WARPGROUPS * DEPTH) % (GROUPS // WARPGROUPS)
-    group = turn * WARPGROUPS + q // 32 % WARPGROUPS
-    chunk = q // (32 * WARPGROUPS) % DEPTH
-    base = weight + group.to(tl.int64) * (64 * (K // 2)) + chunk * 4096 + row * width
-    words = weight_scale + group * (64 * ((K + 127) // 128)) + chunk * 64 + row
+    q = tl.arange(0, 64 * P.groups * P.depth)
+    row = q // (32 * P.groups * P.depth) * 32 + q % 32
+    turn = q // (32 * P.warpgroups * P.depth) % (P.groups // P.warpgroups)
+    group = turn * P.warpgroups + q // 32 % P.warpgroups
+    chunk = q // (32 * P.warpgroups) % P.depth
+    base = weight + group.to(tl.int64) * (64 * (P.k // 2)) + chunk * 4096 + row * width
+    words = weight_scale + group * (64 * ((P.k + 127) // 128)) + chunk * 64 + row
     return base[:, None] + tl.arange(0, 64)[None, :], words
 
 
 @triton.jit
-def _token_rows(x, rows, mask, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+def _token_rows(x, rows, mask, P: tl.constexpr):
     """Pointers and mask of a tile's columns: column 2r + l is level l of token r."""
-    column = tl.arange(0, ROWS * LEVELS)
-    rows = rows[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
-    mask = mask[:, None].broadcast_to(ROWS, LEVELS).reshape(ROWS * LEVELS)
-    return x + (rows.to(tl.int64) * LEVELS + column % LEVELS) * KP, mask
+    KP: tl.constexpr = (P.k + 127) // 128 * 128
+    column = tl.arange(0, P.rows * P.levels)
+    rows = rows[:, None].broadcast_to(P.rows, P.levels).reshape(P.rows * P.levels)
+    mask = mask[:, None].broadcast_to(P.rows, P.levels).reshape(P.rows * P.levels)
+    return x + (rows.to(tl.int64) * P.levels + column % P.levels) * KP, mask
 
 
 @triton.jit
-def _add_levels(acc, ROWS: tl.constexpr, LEVELS: tl.constexpr):
-    """Products [M, ROWS * LEVELS] with the levels' columns -> [M, ROWS]."""
-    if LEVELS == 2:
-        first, second = acc.reshape(acc.shape[0], ROWS, 2).split()
+def _add_levels(acc, P: tl.constexpr):
+    """Products [M, rows * levels] with the levels' columns -> [M, rows]."""
+    if P.levels == 2:
+        first, second = acc.reshape(acc.shape[0], P.rows, 2).split()
         acc = first + second * 0.0625
     return acc
 
 
 @triton.jit
-def _load_step(
-    weight, weight_scale, begin, K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    DEPTH: tl.constexpr, WARPGROUPS: tl.constexpr,
-):  # fmt: skip
+def _load_step(weight, weight_scale, begin, P: tl.constexpr):
     """Weights and scale words of a step that may reach beyond K: what is not there is zero."""
-    CHUNKS: tl.constexpr = (K + 127) // 128
-    LAST: tl.constexpr = (K - (CHUNKS - 1) * 128) // 2
-    q = tl.arange(0, 64 * GROUPS * DEPTH)
-    chunk = begin + q // (32 * WARPGROUPS) % DEPTH
+    CHUNKS: tl.constexpr = (P.k + 127) // 128
+    LAST: tl.constexpr = (P.k - (CHUNKS - 1) * 128) // 2
+    q = tl.arange(0, 64 * P.groups * P.depth)
+    chunk = begin + q // (32 * P.warpgroups) % P.depth
     width = tl.where(chunk < CHUNKS - 1, 64, tl.where(chunk == CHUNKS - 1, LAST, 0))
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, width, WARPGROUPS)
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, width, P)
     mask = tl.arange(0, 64)[None, :] < width[:, None]
     # few tokens: no other program reads these weights
-    policy: tl.constexpr = "evict_first" if ROWS <= 32 else ""
+    policy: tl.constexpr = "evict_first" if P.rows <= 32 else ""
     w = tl.load(w_ptrs + begin * 4096, mask=mask, other=0, eviction_policy=policy)
     s = tl.load(s_ptrs + begin * 64, mask=chunk < CHUNKS, other=0)
     return w, s
 
 
 @triton.jit
-def _add_step(
-    acc, w, s, x_base, x_mask, begin, KP: tl.constexpr, GROUPS: tl.constexpr,
-    DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
-):  # fmt: skip
-    """``acc`` plus the product of what _load_step loaded."""
-    k = begin * 128 + tl.arange(0, 128 * DEPTH)
-    tokens = tl.load(
-        x_base[:, None] + k[None, :], mask=x_mask[:, None] & (k < KP)[None, :], other=0.0
-    )
-    return dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
+def _dot(w, s, tokens, acc, P: tl.constexpr):
+    unpacked = unpack_weights(w, s, P.groups, P.depth, P.warpgroups)
+    return dot_unpacked(unpacked, tokens.T, acc, P.promote)
 
 
 @triton.jit
-def _only_step(
-    x, weight, weight_scale, x_rows, x_mask, share,
-    K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    GROUPS: tl.constexpr, DEPTH: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
-):  # fmt: skip
+def _add_step(acc, w, s, x_base, x_mask, begin, P: tl.constexpr):
+    """``acc`` plus the product of what _load_step loaded."""
+    k = begin * 128 + tl.arange(0, 128 * P.depth)
+    in_k = (k < (P.k + 127) // 128 * 128)[None, :]
+    tokens = tl.load(x_base[:, None] + k[None, :], mask=x_mask[:, None] & in_k, other=0.0)
+    return _dot(w, s, tokens, acc, P)
+
+
+@triton.jit
+def _only_step(x, weight, weight_scale, x_rows, x_mask, share, P: tl.constexpr):
     """``_products`` of a share that is one step: its weights may come before the wait."""
-    begin = share * DEPTH
-    w, s = _load_step(weight, weight_scale, begin, K, ROWS, GROUPS, DEPTH, WARPGROUPS)
+    begin = share * P.depth
+    w, s = _load_step(weight, weight_scale, begin, P)
     wait_for_inputs()
     start_next()
-    x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
-    acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
-    acc = _add_step(acc, w, s, x_base, x_mask, begin, KP, GROUPS, DEPTH, PROMOTE, WARPGROUPS)
-    return _add_levels(acc, ROWS, LEVELS)
+    x_base, x_mask = _token_rows(x, x_rows, x_mask, P)
+    acc = tl.zeros((64 * P.groups, P.rows * P.levels), tl.float32)
+    return _add_levels(_add_step(acc, w, s, x_base, x_mask, begin, P), P)
 
 
 @triton.jit
-def _products(
-    x, weight, weight_scale, x_rows, x_mask, share,
-    K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
-    GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr, PROMOTE: tl.constexpr,
-    STAGES: tl.constexpr, WARPGROUPS: tl.constexpr,
-):  # fmt: skip
-    """Weight rows x tokens [64 * GROUPS, ROWS] over one share of K; no scales applied yet."""
-    WHOLE: tl.constexpr = K // 128
-    CHUNKS: tl.constexpr = (K + 127) // 128
-    # chunks of a share, a multiple of DEPTH: what does not divide is left to the last share
-    STEP: tl.constexpr = (CHUNKS + SHARES * DEPTH - 1) // (SHARES * DEPTH) * DEPTH
-    TAIL: tl.constexpr = WHOLE // DEPTH * DEPTH
+def _packed_products(x, weight, weight_scale, x_rows, x_mask, share, P: tl.constexpr):
+    """Weight rows x tokens [64 * groups, rows] over one share of K; no scales applied yet."""
+    WHOLE: tl.constexpr = P.k // 128
+    CHUNKS: tl.constexpr = (P.k + 127) // 128
+    # chunks of a share, a multiple of a step: what does not divide is left to the last share
+    STEP: tl.constexpr = (CHUNKS + P.shares * P.depth - 1) // (P.shares * P.depth) * P.depth
+    TAIL: tl.constexpr = WHOLE // P.depth * P.depth
     begin = share * STEP
-    steps = WHOLE // DEPTH if SHARES == 1 else tl.minimum(STEP, WHOLE - begin) // DEPTH
+    steps = WHOLE // P.depth if P.shares == 1 else tl.minimum(STEP, WHOLE - begin) // P.depth
     if TAIL < CHUNKS:
         # on their way while the others are multiplied: loads behind the loop would wait for memory
-        last = tl.where(share == SHARES - 1, TAIL, CHUNKS)
-        tail_w, tail_s = _load_step(weight, weight_scale, last, K, ROWS, GROUPS, DEPTH, WARPGROUPS)
-    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, K, GROUPS, DEPTH, 64, WARPGROUPS)
+        last = tl.where(share == P.shares - 1, TAIL, CHUNKS)
+        tail_w, tail_s = _load_step(weight, weight_scale, last, P)
+    w_ptrs, s_ptrs = _weight_pointers(weight, weight_scale, 64, P)
     w_ptrs += begin * 4096
     s_ptrs += begin * 64
-    x_base, x_mask = _token_rows(x, x_rows, x_mask, KP, ROWS, LEVELS)
-    x_ptrs = x_base[:, None] + begin * 128 + tl.arange(0, 128 * DEPTH)[None, :]
-    acc = tl.zeros((64 * GROUPS, ROWS * LEVELS), tl.float32)
-    for _ in tl.range(0, steps, num_stages=STAGES):
-        w = tl.load(w_ptrs, eviction_policy="evict_first" if ROWS <= 32 else "")
+    x_base, x_mask = _token_rows(x, x_rows, x_mask, P)
+    x_ptrs = x_base[:, None] + begin * 128 + tl.arange(0, 128 * P.depth)[None, :]
+    acc = tl.zeros((64 * P.groups, P.rows * P.levels), tl.float32)
+    for _ in tl.range(0, steps, num_stages=P.stages):
+        w = tl.load(w_ptrs, eviction_policy="evict_first" if P.rows <= 32 else "")
         s = tl.load(s_ptrs)
         tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
-        acc = dot_unpacked(unpack_weights(w, s, GROUPS, DEPTH, WARPGROUPS), tokens.T, acc, PROMOTE)
-        w_ptrs += 4096 * DEPTH
-        s_ptrs += 64 * DEPTH
-        x_ptrs += 128 * DEPTH
+        acc = _dot(w, s, tokens, acc, P)
+        w_ptrs += 4096 * P.depth
+        s_ptrs += 64 * P.depth
+        x_ptrs += 128 * P.depth
     # the outer branch is decided when the kernel is compiled
     if TAIL < CHUNKS:  # noqa: SIM102
-        if share == SHARES - 1:
-            acc = _add_step(
-                acc, tail_w, tail_s, x_base, x_mask, TAIL, KP, GROUPS, DEPTH, PROMOTE, WARPGROUPS
-            )
-    return _add_levels(acc, ROWS, LEVELS)
+        if share == P.shares - 1:
+            acc = _add_step(acc, tail_w, tail_s, x_base, x_mask, TAIL, P)
+    return _add_levels(acc, P)
+
+
+@triton.jit
+def _fp8_products(x, weight, row, x_rows, x_mask, P: tl.constexpr):
+    """Rows ``row`` [64] of ``weight`` [N, K] times tokens [rows], no scales applied yet."""
+    KP: tl.constexpr = (P.k + 127) // 128 * 128
+    k = tl.arange(0, 128)
+    w_ptrs = weight + row.to(tl.int64)[:, None] * P.k + k[None, :]
+    x_ptrs = x + x_rows.to(tl.int64)[:, None] * KP + k[None, :]
+    ROWS: tl.constexpr = P.rows
+    acc = tl.zeros((64, ROWS), tl.float32)
+    for step in tl.range(0, (P.k + 127) // 128, num_stages=P.stages):
+        # the columns that a row lacks are zeros, on both sides
+        mask = (row < P.n)[:, None] & (k < P.k - step * 128)[None, :]
+        policy: tl.constexpr = "evict_first" if P.rows <= 32 else ""
+        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy=policy)
+        tokens = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)
+        acc = dot_tile(w, tokens.T, acc, P.promote)
+        w_ptrs += 128
+        x_ptrs += 128
+    return acc
+
+
+@triton.jit
+def _load_tile(tiles):
+    """(expert, first position, rows) of this program's tile."""
+    tile = tiles + tl.program_id(1) * 3
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
+def _first_group(P: tl.constexpr):
+    """Of this program; the last one of an odd number of groups repeats one: same values."""
+    return tl.minimum(tl.program_id(0) * P.groups, (P.n + 63) // 64 - P.groups)
+
+
+@triton.jit
+def _of_group(weight, weight_scale, expert, group, P: tl.constexpr):
+    """Where the group's packed weights and scale words begin, or those of an expert in FP8."""
+    if P.mxfp4:
+        weight += expert * (P.n * (P.k // 2)) + group * (64 * (P.k // 2))
+        weight_scale += (expert * (P.n // 64) + group) * (64 * ((P.k + 127) // 128))
+    else:
+        weight += expert * (P.n * P.k)
+        weight_scale += expert * P.n
+    return weight, weight_scale
+
+
+@triton.jit
+def _load_rows(pointer, row, P: tl.constexpr):
+    """What belongs to some of the N rows; the last group of an FP8 weight may lack rows."""
+    if P.n % 64 == 0:
+        return tl.load(pointer + row)
+    else:
+        return tl.load(pointer + row, mask=row < P.n, other=0.0)
+
+
+@triton.jit
+def _load_scales(weight_scale, group, row, P: tl.constexpr):
+    """Scale words of rows ``row`` of the program in the order of memory, or scales in FP8."""
+    if P.mxfp4:
+        return tl.load(weight_scale + row // 64 * (64 * ((P.k + 127) // 128)) + row % 64)
+    else:
+        return _load_rows(weight_scale, group * 64 + row, P)
+
+
+@triton.jit
+def _as_scale(loaded, P: tl.constexpr):
+    return row_scale(loaded) if P.mxfp4 else loaded
+
+
+@triton.jit
+def _store(out, values, position, column, mask, WIDTH: tl.constexpr, P: tl.constexpr):
+    """Round ``values`` [columns, tokens] to out's dtype and write them to its rows [P, WIDTH]."""
+    target = out + position.to(tl.int64)[None, :] * WIDTH + column[:, None]
+    mask = mask[None, :]
+    if P.n % 64 != 0:
+        mask &= (column < WIDTH)[:, None]
+    tl.store(target, round_to(values, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_codes(out, act, position, column, mask, last, DTYPE: tl.constexpr, P: tl.constexpr):
+    """Codes of ``act`` [columns, tokens] for the static scale 1/8: out [P, levels, OP]."""
+    WIDTH: tl.constexpr = P.n // 2
+    OP: tl.constexpr = (WIDTH + 127) // 128 * 128
+    ROWS: tl.constexpr = P.rows
+    LEVELS: tl.constexpr = P.levels
+    if LEVELS == 2:
+        act = round_to(act, DTYPE).to(tl.float32)
+    act *= 8.0
+    rows = out + position.to(tl.int64) * (LEVELS * OP)
+    target = rows[None, :] + activation_position(column)[:, None]
+    first = to_fp8(act)
+    tl.store(target, first, mask=mask[None, :])
+    if LEVELS == 2:
+        tl.store(target + OP, to_fp8((act - from_fp8(first)) * 16.0), mask=mask[None, :])
+    # the last program fills the chunk: what is not written could hold NaN codes
+    if (OP != WIDTH) & last:
+        pad = tl.arange(0, 128)
+        beyond = rows[None, :] + activation_position(WIDTH + pad)[:, None]
+        p_mask = (WIDTH + pad < OP)[:, None] & mask[None, :]
+        zero = tl.zeros((128, ROWS), tl.uint8).to(tl.float8e4nv, bitcast=True)
+        for level in tl.static_range(LEVELS):
+            tl.store(beyond + level * OP, zero, mask=p_mask)
+
+
+@triton.jit
+def _activate(gate, up, SILU: tl.constexpr):
+    if SILU:
+        return gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x, x_scale, weight, weight_scale, bias, out, order, tiles,
-    top_k: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, OP: tl.constexpr,
-    ROWS: tl.constexpr, LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr,
-    SILU: tl.constexpr, STAGES: tl.constexpr, PROMOTE: tl.constexpr, DTYPE: tl.constexpr,
-    WARPGROUPS: tl.constexpr,
-):  # fmt: skip
-    """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, LEVELS, OP], or DTYPE [P, N/2] (SILU)."""
-    SPAN: tl.constexpr = 32 * GROUPS
-    unit = tl.program_id(0)
-    tile = tl.program_id(1)
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    order,
+    tiles,
+    TOP_K: tl.constexpr,
+    SILU: tl.constexpr,
+    DTYPE: tl.constexpr,
+    P: tl.constexpr,
+):
+    """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, levels, OP], or DTYPE [P, N/2]."""
+    SPAN: tl.constexpr = 32 * P.groups
     wait_for_inputs()
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
-    expert = tl.load(tiles + tile * 3)
-    begin = tl.load(tiles + tile * 3 + 1)
-    count = tl.load(tiles + tile * 3 + 2)
+    expert, begin, count = _load_tile(tiles)
     if (expert < 0) | (count <= 0) | (begin < 0):
         return
     expert = expert.to(tl.int64)
-    # the last program of an odd number of groups repeats one: same inputs, same values
-    group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
-    weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
-    weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
-    position = begin + tl.arange(0, ROWS)
-    mask = tl.arange(0, ROWS) < count
-    token = tl.load(order + position, mask=mask, other=0) // top_k
+    group = _first_group(P)
+    weight, weight_scale = _of_group(weight, weight_scale, expert, group, P)
+    position = begin + tl.arange(0, P.rows)
+    mask = tl.arange(0, P.rows) < count
+    token = tl.load(order + position, mask=mask, other=0) // TOP_K
     # what the sums will be multiplied with and moved by comes along with the first weights
     row = tl.arange(0, SPAN)
+    gate_row = row // 32 * 64 + row % 32 if P.mxfp4 else 2 * row
+    gate_scale = _load_scales(weight_scale, group, gate_row, P)
+    up_scale = _load_scales(weight_scale, group, gate_row + (32 if P.mxfp4 else 1), P)
     column = group * 32 + row
-    words = weight_scale + row // 32 * (64 * ((K + 127) // 128)) + row % 32
-    gate_words, up_words = tl.load(words), tl.load(words + 32)
     if bias is not None:
-        gate_shift = tl.load(bias + expert * N + 2 * column).to(tl.float32)
-        up_shift = tl.load(bias + expert * N + 2 * column + 1).to(tl.float32)
-    acc = _products(
-        x, weight, weight_scale, token, mask, 0, K, KP, ROWS, LEVELS, GROUPS,
-        DEPTH, 1, PROMOTE, STAGES, WARPGROUPS,
-    )  # fmt: skip
+        gate_shift = _load_rows(bias + expert * P.n, 2 * column, P).to(tl.float32)
+        up_shift = _load_rows(bias + expert * P.n, 2 * column + 1, P).to(tl.float32)
+    if P.mxfp4:
+        acc = _packed_products(x, weight, weight_scale, token, mask, 0, P)
+    else:
+        q = tl.arange(0, 64)
+        rows = group * 64 + 2 * (q // 16 * 8 + q % 8) + q // 8 % 2
+        acc = _fp8_products(x, weight, rows, token, mask, P)
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
-    pairs = acc.reshape(GROUPS, 4, 2, 8, ROWS).permute(0, 1, 3, 4, 2).reshape(SPAN, ROWS, 2)
+    pairs = acc.reshape(P.groups, 4, 2, 8, P.rows).permute(0, 1, 3, 4, 2).reshape(SPAN, P.rows, 2)
     gate, up = pairs.split()
     scale = tl.load(x_scale + token, mask=mask, other=0.0)[None, :]
-    gate = gate * row_scale(gate_words)[:, None] * scale
-    up = up * row_scale(up_words)[:, None] * scale
+    gate = gate * _as_scale(gate_scale, P)[:, None] * scale
+    up = up * _as_scale(up_scale, P)[:, None] * scale
     if bias is not None:
         gate += gate_shift[:, None]
         up += up_shift[:, None]
-    if SILU:
-        act = gate * tl.sigmoid(gate) * up
-        o_ptrs = out + position.to(tl.int64)[None, :] * (N // 2) + column[:, None]
-        tl.store(o_ptrs, round_to(act, DTYPE), mask=mask[None, :])
+    act = _activate(gate, up, SILU)
+    if out.dtype.element_ty == tl.float8e4nv:
+        last = group == P.n // 64 - P.groups
+        _store_codes(out, act, position, column, mask, last, DTYPE, P)
     else:
-        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        act = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
-        if LEVELS == 2:
-            act = round_to(act, DTYPE).to(tl.float32)
-        act *= 8.0
-        row_base = out + position.to(tl.int64) * (LEVELS * OP)
-        o_ptrs = row_base[None, :] + activation_position(column)[:, None]
-        first = to_fp8(act)
-        tl.store(o_ptrs, first, mask=mask[None, :])
-        if LEVELS == 2:
-            tl.store(o_ptrs + OP, to_fp8((act - from_fp8(first)) * 16.0), mask=mask[None, :])
-        # the last program fills the chunk: what is not written could hold NaN codes
-        if (OP != N // 2) & (group == N // 64 - GROUPS):
-            pad = tl.arange(0, 128)
-            p_ptrs = row_base[None, :] + activation_position(N // 2 + pad)[:, None]
-            p_mask = (N // 2 + pad < OP)[:, None] & mask[None, :]
-            zero = tl.zeros((128, ROWS), tl.uint8).to(tl.float8e4nv, bitcast=True)
-            for level in tl.static_range(LEVELS):
-                tl.store(p_ptrs + level * OP, zero, mask=p_mask)
+        _store(out, act, position, column, mask, P.n // 2, P)
 
 
 @triton.jit(do_not_specialize=["n_pairs"])
 def _down_kernel(
-    x, x_scale, weight, weight_scale, bias, out, tiles, n_pairs,
-    N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
-    LEVELS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr, PROMOTE: tl.constexpr, WARPGROUPS: tl.constexpr,
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    tiles,
+    n_pairs,
     PREFETCH: tl.constexpr,
-):  # fmt: skip
+    P: tl.constexpr,
+):
     """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
 
     x_scale None is the static 1/8; the bias goes with the first share.
     """
-    unit = tl.program_id(0)
-    tile = tl.program_id(1)
-    share = 0 if SHARES == 1 else tl.program_id(2)
+    share = 0 if P.shares == 1 else tl.program_id(2)
     wait_unless(PREFETCH)
     # the routing kernels have finished: gate_up waited for them before it let others start
-    expert = tl.load(tiles + tile * 3)
-    begin = tl.load(tiles + tile * 3 + 1)
-    count = tl.load(tiles + tile * 3 + 2)
+    expert, begin, count = _load_tile(tiles)
     if (expert < 0) | (count <= 0) | (begin < 0):
         # the end of this grid must say that gate_up has ended, even where no expert is here
         wait_for_inputs()
         return
     expert = expert.to(tl.int64)
-    group = tl.minimum(unit * GROUPS, N // 64 - GROUPS)
-    weight += expert * (N * (K // 2)) + group * (64 * (K // 2))
-    weight_scale += (expert * (N // 64) + group) * (64 * ((K + 127) // 128))
+    group = _first_group(P)
+    weight, weight_scale = _of_group(weight, weight_scale, expert, group, P)
     # what the sums will be multiplied with and moved by comes with the weights
-    row = group_row(tl.arange(0, 64 * GROUPS))
-    words = tl.load(weight_scale + row // 64 * (64 * ((K + 127) // 128)) + row % 64)
+    row = tl.arange(0, 64 * P.groups)
+    if P.mxfp4:
+        row = group_row(row)
+    scale = _load_scales(weight_scale, group, row, P)
     column = group * 64 + row
     if bias is not None:
-        shift = tl.load(bias + expert * N + column).to(tl.float32)
-        if SHARES > 1:
+        shift = _load_rows(bias + expert * P.n, column, P).to(tl.float32)
+        if P.shares > 1:
             shift = tl.where(share == 0, shift, 0.0)
-    position = begin + tl.arange(0, ROWS)
-    mask = tl.arange(0, ROWS) < count
-    if SHARES * DEPTH >= (K + 127) // 128:
-        acc = _only_step(
-            x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
-            PROMOTE, WARPGROUPS,
-        )  # fmt: skip
+    position = begin + tl.arange(0, P.rows)
+    mask = tl.arange(0, P.rows) < count
+    if P.mxfp4 and P.shares * P.depth >= (P.k + 127) // 128:
+        acc = _only_step(x, weight, weight_scale, position, mask, share, P)
     else:
         wait_for_inputs()
         start_next()
-        acc = _products(
-            x, weight, weight_scale, position, mask, share, K, KP, ROWS, LEVELS, GROUPS, DEPTH,
-            SHARES, PROMOTE, STAGES, WARPGROUPS,
-        )  # fmt: skip
-    acc *= row_scale(words)[:, None]
+        if P.mxfp4:
+            acc = _packed_products(x, weight, weight_scale, position, mask, share, P)
+        else:
+            acc = _fp8_products(x, weight, column, position, mask, P)
+    acc *= _as_scale(scale, P)[:, None]
     if x_scale is not None:
         acc *= tl.load(x_scale + position, mask=mask, other=0.0)[None, :]
     else:
         acc *= 0.125
     if bias is not None:
         acc += shift[:, None]
-    o_ptrs = out + (share * n_pairs + position).to(tl.int64)[None, :] * N + column[:, None]
-    tl.store(o_ptrs, round_to(acc, out.dtype.element_ty), mask=mask[None, :])
+    _store(out, acc, share * n_pairs + position, column, mask, P.n, P)

@@ -11,7 +11,7 @@ codes in the order of moe_tile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,14 +48,40 @@ class Routing(NamedTuple):
     scale: torch.Tensor | None
 
 
+class _Encoded(NamedTuple):
+    """Rows x [T, H], and their codes [R, levels, KP] and scales [R]; all None without rows."""
+
+    x: Any
+    codes: Any
+    scale: Any
+
+
+class _Shape(NamedTuple):
+    """What the routing kernels are compiled for.
+
+    Experts of all ranks and of a token, both also rounded up to powers of two; tokens of a
+    program, pairs of a tile.
+    """
+
+    experts: int
+    padded_experts: int
+    top_k: int
+    padded_k: int
+    block: int
+    rows: int
+
+
 @triton.jit
 def _topk(
-    logits, weights, ids, expert_map, first, n_tokens, EXPERTS: tl.constexpr, EP: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, RENORMALIZE: tl.constexpr,
-):  # fmt: skip
+    logits, routing, expert_map, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr
+):
     """Store weights and ids of BT tokens; return their local expert ids [BT, KP], -1 for none."""
+    EXPERTS: tl.constexpr = SHAPE.experts
+    K: tl.constexpr = SHAPE.top_k
+    KP: tl.constexpr = SHAPE.padded_k
+    BT: tl.constexpr = SHAPE.block
     token = first + tl.arange(0, BT)
-    column = tl.arange(0, EP)
+    column = tl.arange(0, SHAPE.padded_experts)
     slot = tl.arange(0, KP)
     live = token < n_tokens
     mask = live[:, None] & (column < EXPERTS)[None, :]
@@ -85,37 +111,39 @@ def _topk(
         total = tl.sum(tl.where((column < EXPERTS)[None, :], tl.exp(value - top), 0.0), 1)
     out = token.to(tl.int64)[:, None] * K + slot[None, :]
     out_mask = live[:, None] & (slot < K)[None, :]
-    tl.store(weights + out, exps / total[:, None], mask=out_mask)
-    tl.store(ids + out, chosen, mask=out_mask)
+    tl.store(routing.topk_weights + out, exps / total[:, None], mask=out_mask)
+    tl.store(routing.topk_ids + out, chosen, mask=out_mask)
     if expert_map is not None:
         chosen = tl.load(expert_map + chosen, mask=out_mask, other=-1)
     return tl.where(out_mask, chosen, -1)
 
 
 @triton.jit
-def _place_pairs(
-    local, base, order, place, first, n_tokens, EP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+def _place_pairs(local, base, routing, first, n_tokens, SHAPE: tl.constexpr):
     """Store order and place of a block's pairs; ``base`` [EP]: its first position per expert."""
+    K: tl.constexpr = SHAPE.top_k
+    KP: tl.constexpr = SHAPE.padded_k
+    BT: tl.constexpr = SHAPE.block
     expert = local.reshape(BT * KP)
     pair = tl.arange(0, BT * KP)
     token = first + pair // KP
     slot = pair % KP
-    hit = expert[:, None] == tl.arange(0, EP)[None, :]
+    hit = expert[:, None] == tl.arange(0, SHAPE.padded_experts)[None, :]
     rank = tl.cumsum(hit.to(tl.int32), 0) - 1
     position = tl.sum(tl.where(hit, rank + base[None, :], 0), 1)
     live = expert >= 0
     index = token * K + slot
-    tl.store(order + position, index, mask=live)
-    tl.store(place + index, tl.where(live, position, -1), mask=(slot < K) & (token < n_tokens))
+    tl.store(routing.order + position, index, mask=live)
+    tl.store(
+        routing.place + index, tl.where(live, position, -1), mask=(slot < K) & (token < n_tokens)
+    )
 
 
 @triton.jit
-def _list_tiles(
-    counts, starts, tiles, n_tiles, EP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr
-):
+def _list_tiles(counts, starts, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
     """Store (expert, first position, rows) of every tile; unused entries get expert -1."""
+    EP: tl.constexpr = SHAPE.padded_experts
+    ROWS: tl.constexpr = SHAPE.rows
     expert = tl.arange(0, EP)
     per_expert = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(per_expert, 0)
@@ -134,15 +162,22 @@ def _list_tiles(
 
 @triton.jit
 def _encode_row(
-    x, source, codes, scale, row, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
-):  # fmt: skip
+    rows,
+    source,
+    row,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
     """Codes and scale ``row`` of x's row ``source``; see moe_gemm for what LEVELS means."""
+    HP: tl.constexpr = (H + 127) // 128 * 128
     column = tl.arange(0, BLOCK)
-    value = tl.load(x + source.to(tl.int64) * H + column, mask=column < H, other=0.0).to(tl.float32)
+    value = tl.load(rows.x + source.to(tl.int64) * H + column, mask=column < H, other=0.0)
+    value = value.to(tl.float32)
     amax = tl.max(magnitude_bits(value), 0)
     position = activation_position(column) if PERMUTE else column
-    target = codes + row.to(tl.int64) * (LEVELS * HP) + position
+    target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + position
     mask = column < HP
     if LEVELS == 2:
         # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
@@ -157,65 +192,95 @@ def _encode_row(
     else:
         unit = scale_of_amax(amax)
         tl.store(target, quantize_dynamic(value, tl.div_rn(1.0, unit)), mask=mask)
-    tl.store(scale + row, unit)
+    tl.store(rows.scale + row, unit)
 
 
 @triton.jit
 def _route_block(
-    pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
-    EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    pid,
+    logits,
+    expert_map,
+    routing,
+    counts,
+    n_tokens,
+    n_tiles,
+    SHAPE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
     """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch."""
-    first = pid * BT
-    local = _topk(
-        logits, weights, ids, expert_map, first, n_tokens, EXPERTS, EP, K, KP, BT, RENORMALIZE
-    )
-    hit = local.reshape(BT * KP)[:, None] == tl.arange(0, EP)[None, :]
-    count = tl.sum(hit.to(tl.int32), 0)
+    EP: tl.constexpr = SHAPE.padded_experts
+    first = pid * SHAPE.block
+    local = _topk(logits, routing, expert_map, first, n_tokens, SHAPE, RENORMALIZE)
+    pairs = local.reshape(SHAPE.block * SHAPE.padded_k)
+    count = tl.sum((pairs[:, None] == tl.arange(0, EP)[None, :]).to(tl.int32), 0)
     if SINGLE:
         start = tl.cumsum(count, 0) - count
-        _place_pairs(local, start, order, place, first, n_tokens, EP, K, KP, BT)
-        _list_tiles(count, start, tiles, n_tiles, EP, ROWS, 64)
+        _place_pairs(local, start, routing, first, n_tokens, SHAPE)
+        _list_tiles(count, start, routing.tiles, n_tiles, SHAPE, 64)
     else:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
 def _route_kernel(
-    logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
-    n_tokens, n_tiles, EXPERTS: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, BT: tl.constexpr, RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr,
-    ROWS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    expert_map,
+    routing,
+    counts,
+    rows,
+    n_tokens,
+    n_tiles,
+    SHAPE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
     pid = tl.program_id(0)
-    blocks = (n_tokens + BT - 1) // BT
+    blocks = (n_tokens + SHAPE.block - 1) // SHAPE.block
     start_next()
     wait_for_inputs()
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
-    if x is not None:
+    if rows.x is not None:
         if pid >= blocks:
-            _encode_row(x, pid - blocks, codes, scale, pid - blocks, H, HP, BLOCK, LEVELS, PERMUTE)
+            _encode_row(rows, pid - blocks, pid - blocks, H, BLOCK, LEVELS, PERMUTE)
         else:
             _route_block(
-                pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens,
-                n_tiles, EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
-            )  # fmt: skip
+                pid,
+                logits,
+                expert_map,
+                routing,
+                counts,
+                n_tokens,
+                n_tiles,
+                SHAPE,
+                RENORMALIZE,
+                SINGLE,
+            )
     else:
         _route_block(
-            pid, logits, expert_map, weights, ids, order, place, tiles, counts, n_tokens, n_tiles,
-            EXPERTS, EP, K, KP, BT, RENORMALIZE, SINGLE, ROWS,
-        )  # fmt: skip
+            pid,
+            logits,
+            expert_map,
+            routing,
+            counts,
+            n_tokens,
+            n_tiles,
+            SHAPE,
+            RENORMALIZE,
+            SINGLE,
+        )
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
-def _place_kernel(
-    ids, expert_map, counts, order, place, tiles, n_tokens, n_tiles,
-    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.constexpr):
+    EP: tl.constexpr = SHAPE.padded_experts
+    K: tl.constexpr = SHAPE.top_k
     pid = tl.program_id(0)
-    blocks = (n_tokens + BT - 1) // BT
+    blocks = (n_tokens + SHAPE.block - 1) // SHAPE.block
     start_next()
     wait_for_inputs()
     expert = tl.arange(0, EP)
@@ -229,24 +294,30 @@ def _place_kernel(
         total += tl.sum(part, 0)
         before += tl.sum(tl.where((block < pid)[:, None], part, 0), 0)
     start = tl.cumsum(total, 0) - total
-    first = pid * BT
-    token = first + tl.arange(0, BT)
-    slot = tl.arange(0, KP)
+    first = pid * SHAPE.block
+    token = first + tl.arange(0, SHAPE.block)
+    slot = tl.arange(0, SHAPE.padded_k)
     mask = (token < n_tokens)[:, None] & (slot < K)[None, :]
-    local = tl.load(ids + token[:, None] * K + slot[None, :], mask=mask, other=0)
+    local = tl.load(routing.topk_ids + token[:, None] * K + slot[None, :], mask=mask, other=0)
     if expert_map is not None:
         local = tl.load(expert_map + local, mask=mask, other=-1)
     local = tl.where(mask, local, -1)
-    _place_pairs(local, start + before, order, place, first, n_tokens, EP, K, KP, BT)
+    _place_pairs(local, start + before, routing, first, n_tokens, SHAPE)
     if pid == 0:
-        _list_tiles(total, start, tiles, n_tiles, EP, ROWS, 64)
+        _list_tiles(total, start, routing.tiles, n_tiles, SHAPE, 64)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _encode_kernel(
-    x, order, codes, scale, n_rows, TOP_K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    BLOCK: tl.constexpr, LEVELS: tl.constexpr, PERMUTE: tl.constexpr,
-):  # fmt: skip
+    rows,
+    order,
+    n_rows,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
     start_next()
     wait_for_inputs()
     row = tl.program_id(0)
@@ -255,7 +326,7 @@ def _encode_kernel(
         pair = tl.load(order + row)
         # behind the pairs that are computed here order is not written
         source = tl.where((pair >= 0) & (pair < n_rows), pair // TOP_K, 0)
-    _encode_row(x, source, codes, scale, row, H, HP, BLOCK, LEVELS, PERMUTE)
+    _encode_row(rows, source, row, H, BLOCK, LEVELS, PERMUTE)
 
 
 def encode_rows(
@@ -271,16 +342,27 @@ def encode_rows(
     """
     tokens, width = x.shape
     rows = tokens if order is None else order.shape[0]
-    padded = -(-width // 128) * 128
-    codes = torch.empty(rows, levels, padded, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    encoded = _empty_codes(x, rows, levels)
     if rows:
         _encode_kernel[(rows,)](
-            x, order, codes, scale, rows, TOP_K=rows // tokens, H=width, HP=padded,
-            BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
+            encoded,
+            order,
+            rows,
+            TOP_K=rows // tokens,
+            H=width,
+            BLOCK=next_power_of_2(encoded.codes.shape[2]),
+            LEVELS=levels,
+            PERMUTE=permute,
+            num_warps=4,
             **pdl_options(x.device),
-        )  # fmt: skip
-    return codes, scale
+        )
+    return encoded.codes, encoded.scale
+
+
+def _empty_codes(x: torch.Tensor, rows: int, levels: int) -> _Encoded:
+    padded = -(-x.shape[1] // 128) * 128
+    codes = torch.empty(rows, levels, padded, dtype=torch.float8_e4m3fn, device=x.device)
+    return _Encoded(x, codes, torch.empty(rows, dtype=torch.float32, device=x.device))
 
 
 def route(
@@ -300,46 +382,55 @@ def route(
     """
     router_logits = router_logits.contiguous()
     tokens, global_experts = router_logits.shape
+    block, single = routing_block(tokens, global_experts, top_k)
+    padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
+    shape = _Shape(global_experts, padded_experts, top_k, next_power_of_2(top_k), block, rows)
+    blocks = cdiv(tokens, block)
+    counts = None
+    if not single:
+        counts = router_logits.new_empty((blocks, padded_experts), dtype=torch.int32)
+    encoded, width = _Encoded(None, None, None), 128
+    if x is not None:
+        encoded, width = _empty_codes(x.contiguous(), tokens, levels), x.shape[1]
+    n_tiles = max(1, min(tokens * top_k, experts + tokens * top_k // rows))
+    routing = _empty_routing(router_logits, top_k, n_tiles)
+    options = pdl_options(router_logits.device)
+    _route_kernel[(blocks + (0 if x is None else tokens),)](
+        router_logits,
+        expert_map,
+        routing,
+        counts,
+        encoded,
+        tokens,
+        n_tiles,
+        SHAPE=shape,
+        RENORMALIZE=renormalize,
+        SINGLE=single,
+        H=width,
+        BLOCK=next_power_of_2(-(-width // 128) * 128),
+        LEVELS=levels,
+        PERMUTE=permute,
+        num_warps=4,
+        **options,
+    )
+    if not single:
+        _place_kernel[(blocks,)](
+            expert_map, routing, counts, tokens, n_tiles, SHAPE=shape, num_warps=4, **options
+        )
+    return routing._replace(codes=encoded.codes, scale=encoded.scale)
+
+
+def _empty_routing(router_logits: torch.Tensor, top_k: int, n_tiles: int) -> Routing:
+    """What the kernels fill; its integers share one allocation."""
+    tokens, device = router_logits.shape[0], router_logits.device
     pairs = tokens * top_k
-    device = router_logits.device
-    n_tiles = max(1, min(pairs, experts + pairs // rows))
     # every part starts at 16 bytes: Triton compiles anew for a pointer that does not
     part = -(-pairs // 4) * 4
     integers = torch.empty(3 * part + 3 * n_tiles, dtype=torch.int32, device=device)
     ids, order, place = (integers[i * part : i * part + pairs] for i in range(3))
-    tiles = integers[3 * part :]
+    tiles = integers[3 * part :].view(n_tiles, 3)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
-    padded_k = next_power_of_2(top_k)
-    block, single = routing_block(tokens, global_experts, top_k)
-    blocks = cdiv(tokens, block)
-    counts = None
-    if not single:
-        counts = torch.empty(blocks, padded_experts, dtype=torch.int32, device=device)
-    codes = scale = None
-    width = padded = 128
-    if x is not None:
-        x = x.contiguous()
-        width = x.shape[1]
-        padded = -(-width // 128) * 128
-        codes = torch.empty(tokens, levels, padded, dtype=torch.float8_e4m3fn, device=device)
-        scale = torch.empty(tokens, dtype=torch.float32, device=device)
-    options = pdl_options(device)
-    _route_kernel[(blocks + (0 if x is None else tokens),)](
-        router_logits, expert_map, weights, ids, order, place, tiles, counts, x, codes, scale,
-        tokens, n_tiles, EXPERTS=global_experts, EP=padded_experts, K=top_k, KP=padded_k, BT=block,
-        RENORMALIZE=renormalize, SINGLE=single, ROWS=rows, H=width, HP=padded,
-        BLOCK=next_power_of_2(padded), LEVELS=levels, PERMUTE=permute, num_warps=4,
-        **options,
-    )  # fmt: skip
-    if not single:
-        _place_kernel[(blocks,)](
-            ids, expert_map, counts, order, place, tiles, tokens, n_tiles, EP=padded_experts,
-            K=top_k, KP=padded_k, BT=block, ROWS=rows, num_warps=4, **options,
-        )  # fmt: skip
-    return Routing(
-        weights, ids.view(tokens, top_k), order, place, tiles.view(n_tiles, 3), codes, scale
-    )
+    return Routing(weights, ids.view(tokens, top_k), order, place, tiles, None, None)
 
 
 def moe_route(

@@ -11,7 +11,7 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
-from oss_fused.kernels.moe.gemm import _down_kernel, _gate_up_kernel
+from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router import Routing, encode_rows, route
 from oss_fused.kernels.numerics import round_to
@@ -19,17 +19,25 @@ from oss_fused.kernels.numerics import round_to
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _tile_options(tile: Tile, groups: int) -> dict[str, int]:
-    """Kernel arguments for a tile; ``groups``: the 64-row groups that the weight has."""
+def _product(
+    weight: torch.Tensor, columns: int, tile: Tile, config: MoEConfig, levels: int
+) -> Product:
+    """The product of tokens with packed ``weight`` [E, N, columns / 2]."""
+    groups = weight.shape[1] // 64
     taken = min(tile.groups, 1 << (groups.bit_length() - 1))
-    warpgroups = min(tile.warpgroups, taken)
-    return {
-        "GROUPS": taken,
-        "DEPTH": tile.depth,
-        "STAGES": tile.stages,
-        "WARPGROUPS": warpgroups,
-        "num_warps": 4 * warpgroups,
-    }
+    return Product(
+        n=weight.shape[1],
+        k=columns,
+        rows=config.rows,
+        levels=levels,
+        groups=taken,
+        depth=tile.depth,
+        shares=tile.shares,
+        stages=tile.stages,
+        warpgroups=min(tile.warpgroups, taken),
+        promote=config.promote,
+        mxfp4=True,
+    )
 
 
 @triton.jit(do_not_specialize=["n_pairs"])
@@ -162,8 +170,8 @@ def gate_up(
         codes = (routing.codes, routing.scale)
         large_product(*codes, w13, w13_scale, w13_bias, act, routing, hidden, dtype, config.rows)
         return act, None
-    options = _tile_options(config.gate_up, rows // 64)
-    _gate_up_kernel[(cdiv(rows // 64, options["GROUPS"]), routing.tiles.shape[0])](
+    product = _product(w13, hidden, config.gate_up, config, levels)
+    _gate_up_kernel[(cdiv(rows // 64, product.groups), routing.tiles.shape[0])](
         routing.codes,
         routing.scale,
         w13,
@@ -172,17 +180,11 @@ def gate_up(
         act,
         routing.order,
         routing.tiles,
-        top_k=top_k,
-        N=rows,
-        K=hidden,
-        KP=routing.codes.shape[2],
-        OP=padded,
-        ROWS=config.rows,
-        LEVELS=levels,
+        TOP_K=top_k,
         SILU=silu,
-        PROMOTE=config.promote,
         DTYPE=_TRITON_DTYPES[dtype],
-        **options,
+        P=product,
+        num_warps=4 * product.warpgroups,
         **pdl_options(w13.device),
     )
     if silu:
@@ -204,7 +206,7 @@ def down(
     prefetch_weights: bool,
 ) -> torch.Tensor:
     """w2 of sorted pairs plus bias, in shares to be added: [shares, P, H]."""
-    pairs, levels, padded = act.shape
+    pairs, levels, _ = act.shape
     hidden = w2.shape[1]
     y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
     if config.large:
@@ -212,9 +214,9 @@ def down(
 
         large_product(act, None, w2, w2_scale, w2_bias, y[0], routing, inter, y_dtype, config.rows)
         return y
-    options = _tile_options(config.down, hidden // 64)
-    units = cdiv(hidden // 64, options["GROUPS"])
-    _down_kernel[(units, routing.tiles.shape[0], config.down.shares)](
+    product = _product(w2, inter, config.down, config, levels)
+    grid = (cdiv(hidden // 64, product.groups), routing.tiles.shape[0], product.shares)
+    _down_kernel[grid](
         act,
         act_scale,
         w2,
@@ -223,15 +225,9 @@ def down(
         y,
         routing.tiles,
         pairs,
-        N=hidden,
-        K=inter,
-        KP=padded,
-        ROWS=config.rows,
-        LEVELS=levels,
-        PROMOTE=config.promote,
-        SHARES=config.down.shares,
         PREFETCH=prefetch_weights,
-        **options,
+        P=product,
+        num_warps=4 * product.warpgroups,
         **pdl_options(w2.device),
     )
     return y

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, store_values
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import descriptor
@@ -33,15 +34,78 @@ from oss_fused.kernels.qkv.product import (
 _PAIRS = 32
 
 
+@gluon.constexpr_function
+def _paired(pairs, tokens, warps):
+    """Layout of [pairs, tokens, 2]: one thread has both halves of a pair."""
+    threads = tokens // 4
+    of_thread = [pairs * threads // 32, 1, 2]
+    return gl.BlockedLayout(of_thread, [32 // threads, threads, 1], [1, warps, 1], [2, 0, 1])
+
+
 @gluon.jit
-def _store(target, values, mask, scale):
-    if scale is not None:
-        x = values.to(gl.float32)
-        finite = (x.to(gl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-        y = gl.minimum(gl.maximum(x * gl.div_rn(1.0, gl.load(scale)), -448.0), 448.0)
-        gl.store(target, gl.where(finite, y, float("nan")).to(gl.float8e4nv), mask=mask)
+def _make_buffers(
+    b_desc,
+    BLOCK_M: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
+):
+    """Tokens, boxes of weights, and a barrier for each stage and one for the tokens."""
+    PAIRS: gl.constexpr = b_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
+    tokens = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, BLOCK_M, 4 * BLOCK_K], b_desc.layout)
+    boxes = gl.allocate_shared_memory(
+        gl.float8e4nv, [2 * STAGES * SLABS, PAIRS, BLOCK_K], b_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES + 1):
+        mbarrier.init(full.index(slot), count=1)
+    return tokens, boxes, full
+
+
+@gluon.jit
+def _finish(half, row_scale, channel, bias, at, dtype: gl.constexpr):
+    """Scale the sums of one half of the pairs, add the bias of rows ``at``, round."""
+    half = half * row_scale[None, :] * channel[:, None]
+    if bias is not None:
+        half += gl.load(bias + at).to(gl.float32)[:, None]
+    return half.to(dtype)
+
+
+@gluon.jit
+def _load_angles(positions, cos_sin, stride_table, token, pair, m, HALF: gl.constexpr):
+    """cos and sin [pairs, tokens]."""
+    position = gl.load(positions + token, mask=token < m, other=0).to(gl.int64)
+    angles = cos_sin + (position * stride_table)[None, :] + pair[:, None]
+    return gl.load(angles).to(gl.float32), gl.load(angles + HALF).to(gl.float32)
+
+
+@gluon.jit
+def _rotate(left, right, cos, sin, dtype: gl.constexpr):
+    left, right = left.to(gl.float32), right.to(gl.float32)
+    return (left * cos - right * sin).to(dtype), (right * cos + left * sin).to(dtype)
+
+
+@gluon.jit
+def _store(rows, pair, mask, left, right, scale, HALF: gl.constexpr):
+    """Store both halves of the pairs at the pointers ``rows`` [tokens]."""
+    target = rows[None, :] + pair[:, None]
+    mask = mask[None, :] & (pair < HALF)[:, None]
+    inverse = reciprocal(scale)
+    store_values(target, left, mask, inverse)
+    store_values(target + HALF, right, mask, inverse)
+
+
+@gluon.jit
+def _store_cached(caches, slot, head, kv_heads, pair, mask, halves, scales, HALF: gl.constexpr):
+    """Store key head ``head``, or value head ``head - kv_heads``, in the slots [tokens]."""
+    left, right = halves
+    if head < kv_heads:
+        rows = cache_row(caches[0], slot, head)
+        _store(rows, pair, mask, left, right, scales.k, HALF)
     else:
-        gl.store(target, values, mask=mask)
+        rows = cache_row(caches[1], slot, head - kv_heads)
+        _store(rows, pair, mask, left, right, scales.v, HALF)
 
 
 @gluon.jit(do_not_specialize=["m", "slots", "heads"])
@@ -54,24 +118,14 @@ def _qkv_kernel(
     positions,
     cos_sin,
     q_out,
-    key_cache,
-    value_cache,
+    caches,
     slot_mapping,
-    k_scale,
-    v_scale,
-    q_scale,
+    scales,
     m,
     slots,
-    block_size,
     heads,
     kv_heads,
     stride_table,
-    key_block,
-    key_page,
-    key_head,
-    value_block,
-    value_page,
-    value_head,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
@@ -81,83 +135,40 @@ def _qkv_kernel(
     PREFETCH: gl.constexpr,
 ):
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
     HALF: gl.constexpr = HEAD_DIM // 2
-    PARTS: gl.constexpr = HALF // PAIRS
-    dtype: gl.constexpr = q_out.dtype.element_ty if q_scale is None else cos_sin.dtype.element_ty
-    pid = gl.program_id(0)
-    head = pid // PARTS
-    first = (pid % PARTS) * PAIRS
+    dtype: gl.constexpr = q_out.dtype.element_ty if scales.q is None else cos_sin.dtype.element_ty
+    head = gl.program_id(0) // (HALF // PAIRS)
+    first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
     first_n = head * HEAD_DIM + first
-
-    tokens = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, BLOCK_M, 4 * BLOCK_K], b_desc.layout)
-    boxes = gl.allocate_shared_memory(
-        gl.float8e4nv, [2 * STAGES * SLABS, PAIRS, BLOCK_K], b_desc.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(full.index(slot), count=1)
+    tokens, boxes, full = _make_buffers(b_desc, BLOCK_M, GROUPS, STAGES, SLABS)
     wait_unless(PREFETCH)
     for step in gl.static_range(STAGES):
         request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
     wait_for_inputs()
     start_next()
     request_tokens(a_desc, full, tokens, STAGES)
-
-    # one thread has both halves of a pair
-    threads_m: gl.constexpr = BLOCK_M // 4
-    threads_n: gl.constexpr = 32 // threads_m
-    paired: gl.constexpr = gl.BlockedLayout(
-        [PAIRS // threads_n, 1, 2], [threads_n, threads_m, 1], [1, gl.num_warps(), 1], [2, 0, 1]
-    )
-    flat: gl.constexpr = gl.SliceLayout(2, paired)
-    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, flat))
-    in_m = token < m
-    pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, flat))
-    left_n = head * HEAD_DIM + pair
-    is_value = head >= heads + kv_heads
-    left_scale = gl.load(b_scale + left_n)
-    right_scale = gl.load(b_scale + left_n + HALF)
-    slot_of = gl.load(slot_mapping + token, mask=token < slots, other=-1).to(gl.int64)
-    table = gl.load(positions + token, mask=in_m, other=0).to(gl.int64) * stride_table
-    angles = cos_sin + table[None, :] + pair[:, None]
-    cos = gl.load(angles).to(gl.float32)
-    sin = gl.load(angles + HALF).to(gl.float32)
-
-    row_scale = gl.load(a_scale + token, mask=in_m, other=0.0)
+    paired: gl.constexpr = _paired(PAIRS, BLOCK_M, gl.num_warps())
+    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
+    pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
+    at = head * HEAD_DIM + pair
+    left_scale, right_scale = gl.load(b_scale + at), gl.load(b_scale + at + HALF)
+    slot = gl.load(slot_mapping + token, mask=token < slots, other=-1).to(gl.int64)
+    cos, sin = _load_angles(positions, cos_sin, stride_table, token, pair, m, HALF)
+    row_scale = gl.load(a_scale + token, mask=token < m, other=0.0)
     mbarrier.wait(full.index(STAGES), 0)
     acc = product(b_desc, first_n, first_n + HALF, full, tokens, boxes, STEPS, STAGES, SLABS)
-    both = gl.convert_layout(acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0)), paired)
-    left, right = gl.split(both)
-    left = left * row_scale[None, :] * left_scale[:, None]
-    right = right * row_scale[None, :] * right_scale[:, None]
-    if bias is not None:
-        left += gl.load(bias + left_n).to(gl.float32)[:, None]
-        right += gl.load(bias + left_n + HALF).to(gl.float32)[:, None]
-    left, right = left.to(dtype), right.to(dtype)
-    if not is_value:
-        x_left, x_right = left.to(gl.float32), right.to(gl.float32)
-        left = (x_left * cos - x_right * sin).to(dtype)
-        right = (x_right * cos + x_left * sin).to(dtype)
+    acc = acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0))
+    left, right = gl.split(gl.convert_layout(acc, paired))
+    left = _finish(left, row_scale, left_scale, bias, at, dtype)
+    right = _finish(right, row_scale, right_scale, bias, at + HALF, dtype)
+    if head < heads + kv_heads:
+        left, right = _rotate(left, right, cos, sin, dtype)
     if head < heads:
-        target = q_out + token.to(gl.int64)[None, :] * (heads * HEAD_DIM) + left_n[:, None]
-        mask = (in_m[None, :]) & (pair < HALF)[:, None]
-        _store(target, left, mask, q_scale)
-        _store(target + HALF, right, mask, q_scale)
+        row = q_out + token.to(gl.int64) * (heads * HEAD_DIM) + head * HEAD_DIM
+        _store(row, pair, token < m, left, right, scales.q, HALF)
     else:
-        mask = (in_m & (slot_of >= 0))[None, :] & (pair < HALF)[:, None]
-        block = slot_of // block_size
-        page = slot_of % block_size
-        if is_value:
-            at = value_cache + (head - heads - kv_heads).to(gl.int64) * value_head
-            target = at + (block * value_block + page * value_page)[None, :] + pair[:, None]
-            _store(target, left, mask, v_scale)
-            _store(target + HALF, right, mask, v_scale)
-        else:
-            at = key_cache + (head - heads).to(gl.int64) * key_head
-            target = at + (block * key_block + page * key_page)[None, :] + pair[:, None]
-            _store(target, left, mask, k_scale)
-            _store(target + HALF, right, mask, k_scale)
+        mask = (token < m) & (slot >= 0)
+        _store_cached(caches, slot, head - heads, kv_heads, pair, mask, (left, right), scales, HALF)
 
 
 def joins(device: torch.device, head_dim: int, rotary_dim: int, is_neox: bool) -> bool:
@@ -202,7 +213,7 @@ def launch(
 ) -> torch.Tensor:
     """Rotated q of arguments that ``fits_projection`` takes."""
     m, k = x.shape
-    block_size, kv_heads, head_dim = key_cache.shape[1:]
+    kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = out_dtype if q_scale is None else FP8
     q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
     _qkv_kernel[(weight.shape[0] // (2 * _PAIRS),)](
@@ -214,20 +225,14 @@ def launch(
         positions,
         cos_sin_cache,
         q,
-        key_cache,
-        value_cache,
+        (paged_cache(key_cache), paged_cache(value_cache)),
         slot_mapping,
-        k_scale,
-        v_scale,
-        q_scale,
+        Heads(q_scale, k_scale, v_scale),
         m,
         slot_mapping.shape[0],
-        block_size,
         num_heads,
         kv_heads,
         cos_sin_cache.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         HEAD_DIM=head_dim,
         STAGES=stages(m, k, _PAIRS),
         SLABS=SLABS,

@@ -8,67 +8,72 @@ R / 2 angles; caches [blocks, block_size, Hkv, D] of any strides, in qkv's dtype
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, store_values
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.numerics import quantize_static, round_to
+from oss_fused.kernels.numerics import round_to
 
 # up to so many tokens, heads are spread over CTAs in small groups to fill the machine
 _FEW_TOKENS = 64
 
 
+class _Columns(NamedTuple):
+    """The first and second values of the rotation's pairs, and what is not rotated."""
+
+    left: Any
+    right: Any
+    rest: Any
+
+
 @triton.jit
-def _norm_gain(q_norm, k_norm, cols, mask, is_q, is_k):
-    """Gain [heads, cols] of q and k heads, 1 elsewhere."""
+def _load(source, columns, masks):
+    """The values of all heads, float32."""
+    left = tl.load(source + columns.left, mask=masks.left, other=0.0).to(tl.float32)
+    right = tl.load(source + columns.right, mask=masks.right, other=0.0).to(tl.float32)
+    rest = tl.load(source + columns.rest, mask=masks.rest, other=0.0).to(tl.float32)
+    return _Columns(left, right, rest)
+
+
+@triton.jit
+def _apply_gain(x, rstd, columns, mask, heads, gains, dtype: tl.constexpr):
+    """``x * rstd * gain``, rounded after each product; heads that have no gain stay as they are."""
     gain = tl.zeros(mask.shape, tl.float32) + 1.0
-    if q_norm is not None:
-        q_gain = tl.load(q_norm + cols, mask=mask & is_q, other=1.0).to(tl.float32)
-        gain = tl.where(is_q, q_gain, gain)
-    if k_norm is not None:
-        k_gain = tl.load(k_norm + cols, mask=mask & is_k, other=1.0).to(tl.float32)
-        gain = tl.where(is_k, k_gain, gain)
-    return gain
+    if gains.q is not None:
+        q_gain = tl.load(gains.q + columns, mask=mask & heads.q, other=1.0).to(tl.float32)
+        gain = tl.where(heads.q, q_gain, gain)
+    if gains.k is not None:
+        k_gain = tl.load(gains.k + columns, mask=mask & heads.k, other=1.0).to(tl.float32)
+        gain = tl.where(heads.k, k_gain, gain)
+    normed = heads.q if gains.k is None else (heads.k if gains.q is None else heads.q | heads.k)
+    y = round_to(round_to(x * rstd, dtype).to(tl.float32) * gain, dtype)
+    return tl.where(normed, y.to(tl.float32), x)
 
 
 @triton.jit
-def _store_heads(
-    values,
-    cols,
-    mask,
-    q_out,
-    key_slot,
-    value_slot,
-    q_inv,
-    k_inv,
-    v_inv,
-    dtype: tl.constexpr,
-    q_cols,
-    k_cols,
-    v_cols,
-    is_q,
-    is_k,
-    is_v,
-    write,
-):
+def _norm(x, columns, masks, heads, gains, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of every head that has a gain."""
+    total = tl.sum(x.left * x.left + x.right * x.right, 1) + tl.sum(x.rest * x.rest, 1)
+    rstd = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+    left = _apply_gain(x.left, rstd, columns.left, masks.left, heads, gains, dtype)
+    right = _apply_gain(x.right, rstd, columns.right, masks.right, heads, gains, dtype)
+    rest = _apply_gain(x.rest, rstd, columns.rest, masks.rest, heads, gains, dtype)
+    return _Columns(left, right, rest)
+
+
+@triton.jit
+def _store(values, columns, mask, heads, targets, inverses, dtype: tl.constexpr):
+    """Round the values of all heads; store them in q and in the caches."""
     rounded = round_to(values, dtype)
-    if q_inv is not None:
-        codes = quantize_static(rounded.to(tl.float32), q_inv)
-        tl.store(q_out + q_cols + cols, codes, mask=mask & is_q)
-    else:
-        tl.store(q_out + q_cols + cols, rounded, mask=mask & is_q)
-    if k_inv is not None:
-        exact = rounded.to(tl.float32)
-        tl.store(key_slot + k_cols + cols, quantize_static(exact, k_inv), mask=mask & is_k & write)
-        tl.store(
-            value_slot + v_cols + cols, quantize_static(exact, v_inv), mask=mask & is_v & write
-        )
-    else:
-        tl.store(key_slot + k_cols + cols, rounded, mask=mask & is_k & write)
-        tl.store(value_slot + v_cols + cols, rounded, mask=mask & is_v & write)
+    store_values(targets.q + columns, rounded, mask & heads.q, inverses.q)
+    store_values(targets.k + columns, rounded, mask & heads.k, inverses.k)
+    store_values(targets.v + columns, rounded, mask & heads.v, inverses.v)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -80,149 +85,55 @@ def _rope_kv_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    k_scale,
-    v_scale,
-    q_norm,
-    k_norm,
-    q_scale,
+    scales,
+    gains,
     slots,
-    block_size,
     stride_qkv,
     stride_table,
-    key_block,
-    key_page,
-    key_head,
-    value_block,
-    value_page,
-    value_head,
     eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
-    FP8_CACHE: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
     dtype: tl.constexpr = qkv.dtype.element_ty
+    half: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    in_heads = head < Q_HEADS + 2 * KV_HEADS
-    is_q = head < Q_HEADS
-    is_v = head >= Q_HEADS + KV_HEADS
     is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
-    half: tl.constexpr = ROTARY // 2
+    heads = Heads(head < Q_HEADS, is_k, head >= Q_HEADS + KV_HEADS)
     pair = tl.arange(0, PAIRS)[None, :]
-    in_pair = pair < half
-    mask = in_heads & in_pair
-    left = pair if NEOX else 2 * pair
-    right = pair + half if NEOX else 2 * pair + 1
+    rest = ROTARY + tl.arange(0, REST)[None, :]
+    columns = _Columns(pair if NEOX else 2 * pair, pair + half if NEOX else 2 * pair + 1, rest)
+    in_heads = head < Q_HEADS + 2 * KV_HEADS
+    mask = in_heads & (pair < half)
+    masks = _Columns(mask, mask, in_heads & (rest < HEAD_DIM))
     wait_for_inputs()
     start_next()
     slot = tl.load(slot_mapping + token, mask=token < slots, other=-1).to(tl.int64)
+    table = cos_sin + tl.load(positions + token).to(tl.int64) * stride_table
+    cos = tl.load(table + pair, mask=pair < half, other=1.0).to(tl.float32)
+    sin = tl.load(table + half + pair, mask=pair < half, other=0.0).to(tl.float32)
+    x = _load(qkv + token * stride_qkv + head * HEAD_DIM, columns, masks)
+    if gains.q is not None or gains.k is not None:
+        x = _norm(x, columns, masks, heads, gains, eps, HEAD_DIM, dtype)
+    left = tl.where(heads.v, x.left, x.left * cos - x.right * sin)
+    right = tl.where(heads.v, x.right, x.right * cos + x.left * sin)
+    inverses = Heads(reciprocal(scales.q), reciprocal(scales.k), reciprocal(scales.v))
+    q = q_out + token * (Q_HEADS * HEAD_DIM) + head * HEAD_DIM
+    k = cache_row(key_cache, slot, head - Q_HEADS)
+    targets = Heads(q, k, cache_row(value_cache, slot, head - Q_HEADS - KV_HEADS))
     # a tensor, not a scalar: the interpreter takes no scalar in a mask
     write = (slot + tl.zeros_like(head)) >= 0
-    position = tl.load(positions + token).to(tl.int64)
-    table = cos_sin + position * stride_table
-    cos = tl.load(table + pair, mask=in_pair, other=1.0).to(tl.float32)
-    sin = tl.load(table + half + pair, mask=in_pair, other=0.0).to(tl.float32)
-    source = qkv + token * stride_qkv + head * HEAD_DIM
-    x_left = tl.load(source + left, mask=mask, other=0.0).to(tl.float32)
-    x_right = tl.load(source + right, mask=mask, other=0.0).to(tl.float32)
-    rest = ROTARY + tl.arange(0, REST)[None, :]
-    rest_mask = in_heads & (rest < HEAD_DIM)
-    x_rest = tl.load(source + rest, mask=rest_mask, other=0.0).to(tl.float32)
-
-    if q_norm is not None or k_norm is not None:
-        total = tl.sum(x_left * x_left + x_right * x_right, 1) + tl.sum(x_rest * x_rest, 1)
-        rstd = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
-        normed = is_q if k_norm is None else (is_k if q_norm is None else is_q | is_k)
-        gain = _norm_gain(q_norm, k_norm, left, mask, is_q, is_k)
-        y = round_to(round_to(x_left * rstd, dtype).to(tl.float32) * gain, dtype)
-        x_left = tl.where(normed, y.to(tl.float32), x_left)
-        gain = _norm_gain(q_norm, k_norm, right, mask, is_q, is_k)
-        y = round_to(round_to(x_right * rstd, dtype).to(tl.float32) * gain, dtype)
-        x_right = tl.where(normed, y.to(tl.float32), x_right)
-        gain = _norm_gain(q_norm, k_norm, rest, rest_mask, is_q, is_k)
-        y = round_to(round_to(x_rest * rstd, dtype).to(tl.float32) * gain, dtype)
-        x_rest = tl.where(normed, y.to(tl.float32), x_rest)
-
-    out_left = tl.where(is_v, x_left, x_left * cos - x_right * sin)
-    out_right = tl.where(is_v, x_right, x_right * cos + x_left * sin)
-    q_inv, k_inv, v_inv = None, None, None
-    if q_scale is not None:
-        q_inv = tl.div_rn(1.0, tl.load(q_scale))
-    if FP8_CACHE:
-        k_inv = tl.div_rn(1.0, tl.load(k_scale))
-        v_inv = tl.div_rn(1.0, tl.load(v_scale))
-    block = slot // block_size
-    page = slot % block_size
-    key_slot = key_cache + block * key_block + page * key_page
-    value_slot = value_cache + block * value_block + page * value_page
-    q_out += token * (Q_HEADS * HEAD_DIM)
-    q_cols = head * HEAD_DIM
-    k_cols = (head - Q_HEADS).to(tl.int64) * key_head
-    v_cols = (head - Q_HEADS - KV_HEADS).to(tl.int64) * value_head
-    _store_heads(
-        out_left,
-        left,
-        mask,
-        q_out,
-        key_slot,
-        value_slot,
-        q_inv,
-        k_inv,
-        v_inv,
-        dtype,
-        q_cols,
-        k_cols,
-        v_cols,
-        is_q,
-        is_k,
-        is_v,
-        write,
-    )
-    _store_heads(
-        out_right,
-        right,
-        mask,
-        q_out,
-        key_slot,
-        value_slot,
-        q_inv,
-        k_inv,
-        v_inv,
-        dtype,
-        q_cols,
-        k_cols,
-        v_cols,
-        is_q,
-        is_k,
-        is_v,
-        write,
-    )
+    heads = Heads(heads.q, heads.k & write, heads.v & write)
+    _store(left, columns.left, mask, heads, targets, inverses, dtype)
+    _store(right, columns.right, mask, heads, targets, inverses, dtype)
     if ROTARY < HEAD_DIM:
-        _store_heads(
-            x_rest,
-            rest,
-            rest_mask,
-            q_out,
-            key_slot,
-            value_slot,
-            q_inv,
-            k_inv,
-            v_inv,
-            dtype,
-            q_cols,
-            k_cols,
-            v_cols,
-            is_q,
-            is_k,
-            is_v,
-            write,
-        )
+        _store(x.rest, rest, masks.rest, heads, targets, inverses, dtype)
 
 
 def _config(tokens: int, pairs: int) -> tuple[int, int]:
@@ -248,48 +159,39 @@ def rope_kv(
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see kernels/rope for the contract."""
     tokens = qkv.shape[0]
-    block_size, kv_heads, head_dim = key_cache.shape[1:]
+    kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = qkv.dtype if q_scale is None else FP8
     q = torch.empty(tokens, num_heads * head_dim, dtype=q_dtype, device=qkv.device)
     if tokens == 0:
         return q
-    fp8_cache = key_cache.dtype == FP8
-    if fp8_cache and (k_scale is None or v_scale is None):
+    if key_cache.dtype != FP8:
+        k_scale = v_scale = None
+    elif k_scale is None or v_scale is None:
         one = torch.ones(1, dtype=torch.float32, device=qkv.device)
-        k_scale, v_scale = (
-            k_scale if k_scale is not None else one,
-            (v_scale if v_scale is not None else one),
-        )
+        k_scale = one if k_scale is None else k_scale
+        v_scale = one if v_scale is None else v_scale
     rotary = cos_sin_cache.shape[1]
     pairs = next_power_of_2(rotary // 2)
-    total_heads = num_heads + 2 * kv_heads
     heads, num_warps = _config(tokens, pairs)
-    _rope_kv_kernel[(tokens, cdiv(total_heads, heads))](
+    _rope_kv_kernel[(tokens, cdiv(num_heads + 2 * kv_heads, heads))](
         qkv,
         positions,
         cos_sin_cache,
         q,
-        key_cache,
-        value_cache,
+        paged_cache(key_cache),
+        paged_cache(value_cache),
         slot_mapping,
-        k_scale,
-        v_scale,
-        q_norm,
-        k_norm,
-        q_scale,
+        Heads(q_scale, k_scale, v_scale),
+        Heads(q_norm, k_norm, None),
         slot_mapping.shape[0],
-        block_size,
         qkv.stride(0),
         cos_sin_cache.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         eps,
         Q_HEADS=num_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         ROTARY=rotary,
         NEOX=is_neox,
-        FP8_CACHE=fp8_cache,
         HEADS=heads,
         PAIRS=pairs,
         REST=next_power_of_2(max(head_dim - rotary, 1)),
