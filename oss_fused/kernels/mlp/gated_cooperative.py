@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Gated MLP for many rows in Gluon: the warp-specialised pipeline of warp_pipeline.py.
+"""Gated MLP for many rows in Gluon: the warp-specialised pipeline of pipeline.py.
 
 A tile's columns are BLOCK_N of the gate and the same BLOCK_N of the up projection, which meet in
 the epilogue of the warps that hold both. FP8 codes with scales, or bfloat16 / float16.

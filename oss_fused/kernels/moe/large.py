@@ -3,9 +3,9 @@
 
 A persistent program takes 128 weight rows and the tokens of one tile, sorted by expert and
 encoded as e4m3 codes. One warp copies the tokens' codes into a ring of shared-memory buffers
-(warp_pipeline.py); two warpgroups of 64 weight rows each read the packed weights of their rows
+(pipeline.py); two warpgroups of 64 weight rows each read the packed weights of their rows
 straight into registers, two chunks ahead, and unpack one chunk while the tensor cores multiply
-the chunk before it. See moe_gemm for the meaning of LEVELS and moe_tile for the order of columns.
+the chunk before it. moe/gemm.py says what levels are, moe/tile.py in which order columns lie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oss_fused.kernels.moe.tile import UNPACK_ASM, UNPACK_TABLE
 from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot
 
 _STAGES = 5
-# moe_tile's, with a word given four times as well
+# that of moe/tile.py, with a word given four times as well
 _UNPACK_ASM = gl.constexpr(UNPACK_ASM.value.replace("$7", "$10").replace("$3", "$6"))
 
 
@@ -141,7 +141,7 @@ def _multiply(weight, words, ring, full, empty, slot, phase, K: gl.constexpr):
 
 @gluon.jit
 def _row_scale(words):
-    """As moe_tile.row_scale."""
+    """As row_scale of moe/tile.py."""
     exponent = (words & 3) | (words >> 6 & 12) | (words >> 12 & 48) | (words >> 18 & 192)
     scale = (gl.maximum(exponent, 1) << 23).to(gl.float32, bitcast=True) * 0.015625
     return gl.where(exponent == 255, float("nan"), scale)
@@ -149,7 +149,7 @@ def _row_scale(words):
 
 @gluon.jit
 def _activation_position(column):
-    """As moe_tile.activation_position."""
+    """As activation_position of moe/tile.py."""
     within = column % 128
     return (
         column // 128 * 128

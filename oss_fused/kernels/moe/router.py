@@ -6,7 +6,7 @@ BT tokens and counts its pairs per expert, then each places its pairs, knowing e
 Pairs of an expert keep their order (token, then slot), so nothing depends on timing.
 
 The programs that follow the routing programs of the first launch turn the rows of x into e4m3
-codes in the order of moe_tile.
+codes in the order of moe/tile.py.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _encode_row(
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
 ):
-    """Codes and scale ``row`` of x's row ``source``; see moe_gemm for what LEVELS means."""
+    """Codes and scale ``row`` of x's row ``source``; see moe/gemm.py for what LEVELS means."""
     HP: tl.constexpr = (H + 127) // 128 * 128
     column = tl.arange(0, BLOCK)
     value = tl.load(rows.x + source.to(tl.int64) * H + column, mask=column < H, other=0.0)
@@ -337,7 +337,7 @@ def encode_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
 
-    ``permute`` puts the columns into the order of moe_tile; ``order`` [P] of a Routing gives a
+    ``permute`` puts the columns into the order of moe/tile.py; ``order`` [P] of a Routing gives a
     row for each of its pairs, in that order, from a row of x for each token.
     """
     tokens, width = x.shape
