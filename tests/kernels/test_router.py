@@ -10,7 +10,8 @@ from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
-from oss_fused.kernels.moe.router import encode_rows, route
+from oss_fused.kernels.moe.encode import encode_rows
+from oss_fused.kernels.moe.router import route
 
 reference = get_kernel("torch", "moe_route")
 

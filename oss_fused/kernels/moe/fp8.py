@@ -13,8 +13,9 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options
 from oss_fused.kernels.moe.config import fp8_rows
+from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
-from oss_fused.kernels.moe.router import encode_rows, route
+from oss_fused.kernels.moe.router import route
 from oss_fused.kernels.moe.triton import combine
 
 

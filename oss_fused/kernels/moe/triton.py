@@ -11,9 +11,10 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
+from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.reference import uses_fp8_activations
-from oss_fused.kernels.moe.router import Routing, encode_rows, route
+from oss_fused.kernels.moe.router import Routing, route
 from oss_fused.kernels.numerics import round_to
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
