@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-r"""Measure softmax, LayerNorm and attention on one NVIDIA GPU; each is checked first.
+r"""Measure softmax, LayerNorm, attention and convolution on one NVIDIA GPU; each is checked first.
 
 Softmax and LayerNorm: bytes per second as a share of a copy's, against PyTorch. Attention: TFLOPS
 of forward and backward against PyTorch's and, where vLLM has it, FlashAttention 3. --sweep also
@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-PARTS = ("rows", "attention")
+PARTS = ("rows", "attention", "convolution")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print("bench_operators: needs an NVIDIA GPU", file=sys.stderr)
         return 1
 
+    from harness import convolution_cases
     from harness import operator_cases as cases
     from harness.summary import merge_summary
 
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
             rows += cases.sweep_rows()
     if "rows" in args.parts:
         rows += cases.row_operations(bandwidth)
-    figures = cases.figures(rows)
+    if "convolution" in args.parts:
+        rows += convolution_cases.convolution_rows()
+    figures = cases.figures(rows) | convolution_cases.figures(rows)
     results = {"kind": "oss_fused.operators", "environment": fingerprint(), "rows": rows}
     write_json(args.output, results | {"bandwidth": bandwidth, "figures": figures})
     merge_summary(args.output.parent / "summary.json", figures, args.output)

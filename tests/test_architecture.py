@@ -24,6 +24,7 @@ RANK = {
     "autograd": 5,
     "functional": 6,
     "normalization": 6,
+    "convolution": 6,
     "layers/hf": 7,
     "quant": 7,
     "attention": 8,

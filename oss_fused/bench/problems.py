@@ -137,3 +137,153 @@ class LayerNormInput(_Rows):
         rest = wide["x"] - wide["x"].mean(-1, keepdim=True)
         spread = torch.sqrt((rest * rest).mean(-1, keepdim=True) + 1e-5)
         return rest / spread * wide["weight"] + wide["bias"]
+
+
+@dataclass(frozen=True)
+class ConvolutionInput(OperatorProblem):
+    """A problem of ``conv2d_bias_relu``: images [n, ic, size, size], a square window, padded."""
+
+    n: int
+    ic: int
+    oc: int
+    size: int
+    window: int = 3
+    dtype: torch.dtype = torch.bfloat16
+    channels_last: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        check_sizes(1, n=self.n, ic=self.ic, oc=self.oc, size=self.size, window=self.window)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Images, channels in and out, size, window."""
+        return (self.n, self.ic, self.oc, self.size, self.window)
+
+    @property
+    def out_size(self) -> int:
+        """Height and width of the result, of padding window // 2."""
+        return self.size + 2 * (self.window // 2) - self.window + 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the products."""
+        return 2 * self._result * self.ic * self.window**2
+
+    @property
+    def num_bytes(self) -> int:
+        """One kernel: x, w and bias read, the result written."""
+        return self._operands + (self.oc + self._result) * self.dtype.itemsize
+
+    @property
+    def unfused_bytes(self) -> int:
+        """Three kernels: x + w + y, then y + bias + y, then y + y."""
+        return self._operands + (self.oc + 5 * self._result) * self.dtype.itemsize
+
+    @property
+    def expanded_bytes(self) -> int:
+        """The buffer of im2col: N * OH * OW * IC * KH * KW values."""
+        rows = self.n * self.out_size**2
+        return rows * self.ic * self.window**2 * self.dtype.itemsize
+
+    @property
+    def saved(self) -> float:
+        """Share of the bytes that fusing saves."""
+        return 1 - self.num_bytes / self.unfused_bytes
+
+    @property
+    def _result(self) -> int:
+        return self.n * self.oc * self.out_size**2
+
+    @property
+    def _operands(self) -> int:
+        weights = self.oc * self.ic * self.window**2
+        return (self.n * self.ic * self.size**2 + weights) * self.dtype.itemsize
+
+    def make(self, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
+        """Seeded x, w and bias; x and w in the problem's layout."""
+        generator = torch.Generator().manual_seed(seed)
+        spread = (self.ic * self.window**2) ** -0.5
+        x = torch.randn(self.n, self.ic, self.size, self.size, generator=generator)
+        w = torch.randn(self.oc, self.ic, self.window, self.window, generator=generator) * spread
+        bias = torch.randn(self.oc, generator=generator)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        made = {name: t.to(self.dtype).to(device) for name, t in (("x", x), ("w", w))}
+        made = {name: t.contiguous(memory_format=layout) for name, t in made.items()}
+        return {**made, "bias": bias.to(self.dtype).to(device)}
+
+    def oracle(self, wide: Mapping[str, Any]) -> torch.Tensor:
+        """A sum of products, one for each tap of the window."""
+        pad, size = self.window // 2, self.out_size
+        x = torch.nn.functional.pad(wide["x"], (pad,) * 4)
+        taps = [
+            torch.einsum("nchw,oc->nohw", x[..., i : i + size, j : j + size], wide["w"][..., i, j])
+            for i in range(self.window)
+            for j in range(self.window)
+        ]
+        return (sum(taps) + wide["bias"][:, None, None]).clamp(min=0)
+
+    def small(self) -> Self:
+        """The channels decide the kernel: keep them, up to a limit."""
+        return replace(self, n=1, size=min(self.size, 7), ic=min(self.ic, 64), oc=min(self.oc, 64))
+
+    def label(self) -> str:
+        """The sizes and the layout."""
+        return f"{super().label()} {'nhwc' if self.channels_last else 'nchw'}"
+
+
+@dataclass(frozen=True)
+class AttentionInput(OperatorProblem):
+    """A problem of ``flash_attention``: q, k, v [batch, heads, length, dim]."""
+
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    varied = "q"
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        sizes = {"batch": self.batch, "heads": self.heads, "length": self.length, "dim": self.dim}
+        check_sizes(1, **sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch, heads, length, head size."""
+        return (self.batch, self.heads, self.length, self.dim)
+
+    @property
+    def flops(self) -> int:
+        """Two products, half of them where causal."""
+        return 4 * self.batch * self.heads * self.length**2 * self.dim // (1 + self.causal)
+
+    @property
+    def num_bytes(self) -> int:
+        """q, k and v read, the result written."""
+        return 4 * self.batch * self.heads * self.length * self.dim * self.dtype.itemsize
+
+    def make(self, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
+        """Seeded q, k and v."""
+        generator = torch.Generator().manual_seed(seed)
+        made = {name: torch.randn(self.shape, generator=generator) for name in "qkv"}
+        tensors: dict[str, Any] = {n: t.to(self.dtype).to(device) for n, t in made.items()}
+        return tensors | {"causal": self.causal}
+
+    def oracle(self, wide: Mapping[str, Any]) -> torch.Tensor:
+        """softmax(q k' / sqrt(D)) v."""
+        logits = wide["q"] @ wide["k"].mT / self.dim**0.5
+        if self.causal:
+            hidden = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
+            logits = logits.masked_fill(hidden, float("-inf"))
+        return torch.softmax(logits, -1) @ wide["v"]
+
+    def small(self) -> Self:
+        """Two blocks of keys at most."""
+        return replace(self, batch=1, heads=min(self.heads, 2), length=min(self.length, 160))
+
+    def label(self) -> str:
+        """The sizes, and whether causal."""
+        return super().label() + (" causal" if self.causal else "")

@@ -3,6 +3,7 @@
 
 from oss_fused.kernels import (
     attention,
+    convolution,
     decode_inputs,
     flash_attention,
     gemm,
@@ -18,6 +19,7 @@ from oss_fused.kernels import (
 
 __all__ = [
     "attention",
+    "convolution",
     "decode_inputs",
     "flash_attention",
     "gemm",

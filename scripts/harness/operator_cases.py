@@ -339,6 +339,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         if "size" in row:
             shape = f"{row['size']}^2"
             value = f"{row['gbps']:7.0f} GB/s {row['share']:6.1%} of copy"
+        elif "problem" in row:
+            shape, value = row["problem"], f"{row['tflops']:7.1f} TFLOPS"
         else:
             shape = f"D{row['dim']} N{row['length']}{' causal' if row['causal'] else ''}"
             value = f"{row.get('tflops', 0):7.1f} TFLOPS"

@@ -5,7 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oss_fused.bench.problems import LayerNormInput, SoftmaxInput
+from oss_fused.attention import flash_attention
+from oss_fused.bench.problems import (
+    AttentionInput,
+    ConvolutionInput,
+    LayerNormInput,
+    SoftmaxInput,
+)
 from oss_fused.bench.roofline import Ceilings
 from oss_fused.bench.runner import verify
 from oss_fused.bench.suite import BenchmarkSuite
@@ -28,6 +34,32 @@ def test_rows_are_verified_and_timed(name):
     }
 
 
+def test_convolution_and_attention_have_rows():
+    bench = suite()
+    rows = bench.benchmark_convolution([(1, 8, 8, 6)])
+    rows += bench.benchmark_flash_attention([(1, 2, 20, 16)])
+    assert {row.status for row in rows} == {"ok"}, rows
+    names = [row.name for row in rows if row.implementation == "oss_fused"]
+    assert names == [
+        "convolution/1x8x8x6x3 nhwc/oss_fused",
+        "convolution/1x8x8x6x3 nchw/oss_fused",
+        "flash_attention/1x2x20x16/oss_fused",
+        "flash_attention/1x2x20x16 causal/oss_fused",
+    ]
+
+
+def test_bytes_of_a_convolution():
+    one = ConvolutionInput(2, 3, 5, 4, dtype=torch.float32)
+    made = one.make()
+    result = 4 * 2 * 5 * 4 * 4
+    inputs = sum(4 * made[name].numel() for name in ("x", "w"))
+    assert one.num_bytes == inputs + 4 * 5 + result
+    assert one.unfused_bytes == (inputs + result) + (result + 4 * 5 + result) + 2 * result
+    assert one.expanded_bytes == 4 * 2 * 4 * 4 * 3 * 9
+    for shape in ((32, 64, 64, 56), (32, 512, 512, 7)):
+        assert ConvolutionInput(*shape).saved > 0.25
+
+
 def no_last_column(x):
     return F.pad(torch.softmax(x[:, :-1], -1), (0, 1))
 
@@ -45,6 +77,18 @@ WRONG = {
     "another eps": (
         LayerNormInput(5, 40),
         lambda x, weight, bias: F.layer_norm(x, (40,), weight, bias, 1e-6),
+    ),
+    "no relu": (
+        ConvolutionInput(1, 4, 4, 5),
+        lambda x, w, bias: F.conv2d(x, w, bias, padding=1),
+    ),
+    "mirrored window": (
+        ConvolutionInput(1, 4, 4, 5),
+        lambda x, w, bias: F.conv2d(x, w.flip(-1), bias, padding=1).relu(),
+    ),
+    "never causal": (
+        AttentionInput(1, 2, 9, 8, causal=True),
+        lambda q, k, v, causal: flash_attention(q, k, v),
     ),
     "no bias": (LayerNormInput(5, 40), lambda x, weight, bias: F.layer_norm(x, (40,), weight)),
 }

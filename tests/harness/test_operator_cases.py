@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What bench_operators makes of its rows."""
 
+from harness import convolution_cases
 from harness import operator_cases as cases
 
 
@@ -43,3 +44,24 @@ def test_the_table_says_what_is_wrong():
     assert len(lines) == len(ROWS)
     assert "WRONG row 3 is NaN" in lines[3] and "WRONG" not in lines[1]
     assert "92.0% of copy" in lines[1] and "causal" in lines[6] and "150.0 TFLOPS" in lines[6]
+
+
+def convolution(implementation, layout, speedup, error=""):
+    values = {"problem": f"32x64x64x56x3 {layout}", "speedup": speedup, "saved": 0.6, "us": 1.0}
+    return {**row("convolution", implementation, **values, tflops=3.0), "error": error}
+
+
+def test_figures_and_lines_of_convolution():
+    rows = [
+        convolution("oss_fused", "nhwc", 0.8),
+        convolution("oss_fused", "nhwc", 0.9),
+        convolution("oss_fused", "nchw", 0.3),
+        convolution("oss_fused bias relu", "nhwc", 0.5),
+        convolution("oss_fused", "nhwc", 0.1, "wrong"),
+    ]
+    assert convolution_cases.figures(rows) == {
+        "operators.conv.vs_cudnn_min": 0.8,
+        "operators.conv.fused_bytes_saved": 0.6,
+    }
+    assert convolution_cases.figures(ROWS) == {}
+    assert "32x64x64x56x3 nhwc" in cases.table(rows)

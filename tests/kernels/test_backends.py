@@ -81,6 +81,10 @@ CASES = {
     "dequantize_fp8": [(*weight(7, 64), torch.float32)],
     "fp8_gemm": [gemm("rows"), gemm("tensor"), gemm("rows", randn(48, seed=3))],
     "fp8_linear": [linear(False), linear(True)],
+    "conv2d": [
+        (randn(2, 5, 6, 7), randn(9, 5, 3, 3, seed=1), None, [1, 1], [1, 1], [1, 1], False, method)
+        for method in ("implicit", "direct")
+    ],
     "flash_attention": [attention()],
     "gated_mlp_backward": [
         (randn(2, 5, 48, seed=4), *mlp(on)[:3], activation, on)
