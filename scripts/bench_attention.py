@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microseconds a layer.
+r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microseconds per layer.
 
 Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
 over caches beyond L2. --sweep also times every launch worth trying, to find the rule in
@@ -99,7 +99,7 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for people."""
+    """One row as text."""
     flash = row.get("flash_us")
     text = f"{row['shape']:<18} b{row['batch']:<4} ctx {row['context']:<6}"
     text += f" ideal {row['ideal_us']:7.1f}  native {row['native_us']:7.1f}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-r"""Measure decode steps and prefill of several vLLM set-ups side by side, and where a step goes.
+r"""Measure decode steps and prefill of several vLLM set-ups side by side, and profile a step.
 
 Every arm is an engine in processes of its own. All start at once on one device (they must fit it
 together), stay up and are measured in turn, so one start-up of a minute serves the whole
@@ -87,10 +87,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--steps",
         type=int,
         default=48,
-        help="decode steps a measurement from batch 8 on (default: 48)",
+        help="decode steps per measurement from batch 8 on (default: 48)",
     )
     add("--prefill", type=int, default=PREFILL, help="tokens of a prompt (default: 8192)")
-    add("--rounds", type=int, default=2, help="measurements a load and arm (default: 2)")
+    add("--rounds", type=int, default=2, help="measurements per load and arm (default: 2)")
     add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
@@ -181,8 +181,8 @@ def measure(
 def steps_of(batch: int, steps: int) -> int:
     """Steps in which ``batch`` sequences yield as many tokens as 8 do in ``steps``, or more.
 
-    A step of one sequence is as short as vLLM's work on the host, which after another engine's
-    turn takes some tenths of a second to run as fast as in a server.
+    A step of one sequence is limited by vLLM's work on the host. After another engine's turn, the
+    host takes some tenths of a second to reach the speed that it has in a server.
     """
     return max(steps, steps * 8 // batch)
 
@@ -223,7 +223,7 @@ def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, 
 
 
 def named(results: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of the summary: speed-ups, and kernels a step at the smallest batch."""
+    """Figures for the summary: speed-ups, and kernels per step at the smallest batch."""
     settings = results["settings"]
     figures = decode_figures.named_speedups(results["cells"], settings["model"])
     own = [p for p in results["profiles"] if p["arm"] == settings["candidate"] and p["steps"]]

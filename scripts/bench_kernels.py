@@ -3,7 +3,7 @@
 r"""Measure the kernels on one NVIDIA GPU against vLLM's, cuBLASLt's and torch.compile's.
 
 Every result is checked against the reference before it is timed. Writes kernels.json (with the
-machine's fingerprint), kernels.md and kernels.png to --output and prints one line a case.
+machine's fingerprint), kernels.md and kernels.html to --output and prints one line per case.
 
     python scripts/bench_kernels.py --output docs/results/h200 \
         --summary docs/results/h200/summary.json
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         kernels.compile_in_parallel(
             sys.argv if argv is None else [__file__, *argv], arguments.compile_jobs
         )
-    # a time limit ends a run as an interrupt does: what was measured is kept
+    # SIGTERM of a time limit acts like an interrupt: the results so far are kept
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = kernels.run(cases)
     kernel_report.write(report, arguments.output, arguments.summary)

@@ -3,8 +3,8 @@
 """Measure the library's figures and write them with their environment.
 
 RMSNorm+RoPE against copy bandwidth, eager PyTorch and torch.compile; the steps of
-docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the overhead of the Python door; part
-"backends" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
+docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the host overhead of the public function;
+part "backends" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
 Writes FOLDER/library.json, the suite's reports FOLDER/library-suite.{json,md,html}, and merges the
 figures into FOLDER/summary.json.
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from harness.tuning_figures import (
     chapter_table,
-    door_overhead,
+    host_overhead,
     matmul_steps,
     norm_figures,
     tuning_gain,
@@ -48,8 +48,8 @@ TUNED: dict[str, tuple[str, tuple[int, ...]]] = {
     "gated_mlp": ("gated_mlp_gain", (64, 4096, 11264)),
     "rmsnorm_rope": ("rmsnorm_rope_gain", (1, 8192, 4096, 64)),
 }
-# in the order in which they run: the matmul's v3 takes what tuning found
-PARTS = ("door", "norm", "tuning", "matmul", "backends")
+# in order: v3 of the matrix product uses the config that tuning found
+PARTS = ("overhead", "norm", "tuning", "matmul", "backends")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Run:
-    """The parts of one call; what a part found is saved before the next one starts."""
+    """The parts of one call; each part's results are saved before the next part starts."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Nothing is measured yet."""
@@ -87,9 +87,9 @@ class Run:
         self.detail: dict[str, Any] = {}
         self.size, self.rounds = (8, 1) if args.rehearse else (4096, 5)
 
-    def door(self) -> None:
-        """Host time that the public function adds."""
-        self.figures |= door_overhead(self.device)
+    def overhead(self) -> None:
+        """Host time that the public function adds to its kernel."""
+        self.figures |= host_overhead(self.device)
 
     def norm(self) -> None:
         """RMSNorm+RoPE at sequence 8192."""
@@ -97,7 +97,7 @@ class Run:
         self.figures |= norm_figures(self.suite, length, hidden)
 
     def tuning(self) -> None:
-        """What the tuner gains."""
+        """Gain of the tuner over the default configs."""
         cache = TuningCache(self.args.output / "tuning_cache.json")
         found = self.detail.setdefault("tuning", {})
         for target in self.args.targets:
@@ -128,7 +128,7 @@ class Run:
         self.suite.benchmark_fp8_gemm([(4096, 4096, 4096)])
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the results so far."""
         if self.figures:
             write_figures(self.args.output, self.figures, self.detail)
         for suffix in (".json", ".md", ".html") if self.suite.rows else ():

@@ -113,7 +113,7 @@ def measure(engine: Any, monitor: Any, batch: int, args: argparse.Namespace) -> 
     generate(engine, batch, args.tokens)
     before = monitor.statistics.samples
     for number in range(2 * args.rounds):
-        # off, on, on, off, ...: a slow drift hits both alike
+        # off, on, on, off, ...: a slow drift affects both equally
         monitor.every = args.every if number % 4 in (1, 2) else NEVER
         spent, tokens[monitor.every] = generate(engine, batch, args.tokens)
         seconds[monitor.every].append(spent)

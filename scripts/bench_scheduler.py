@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Time that scheduling takes a decode step: vLLM's scheduler and ours, on this machine's CPU.
+"""Scheduling time per decode step: vLLM's scheduler and the native one, on this machine's CPU.
 
 No model runs and no GPU is needed: both schedulers are given the same requests of a gpt-oss (full
 and sliding attention, prefix cache, asynchronous scheduling) and the same tokens, in turns, step by
@@ -160,7 +160,7 @@ def main() -> int:
         ]
         for load in loads
     ]
-    header = ["requests x context", *(f"{arm}, ms a step (p90)" for arm in ARMS), "ratio"]
+    header = ["requests x context", *(f"{arm}, ms per step (p90)" for arm in ARMS), "ratio"]
     print(text_table(header, rows), file=sys.stderr)
     return 0
 

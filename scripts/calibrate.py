@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fate(output: Path, before: int | None, remedy: str) -> str:
-    """Whether a run that was cut short made ``output``, and what to do if not."""
+    """Whether an interrupted run finished ``output``, and what to do if not."""
     if _inode(output) not in (None, before):
         return f"{output} is complete"
     return f"{output} was not made; {remedy}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Fail when a benchmark row got slower, wrong or lost.
+"""Fail when a benchmark row is slower, wrong or missing.
 
 Without --results, small problems of the reference path are measured on this machine; with it, a
 result file of BenchmarkSuite is checked. The bars are either a threshold file or an earlier result
@@ -50,7 +50,7 @@ def measure() -> dict[str, Any]:
 
     from oss_fused.bench.suite import BenchmarkSuite
 
-    # threads that wait for each other on a busy machine measure the machine
+    # one thread: on a busy machine, threads that wait for each other dominate the time
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

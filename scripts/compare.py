@@ -225,7 +225,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.grid = compare.make_grid(args.lengths, args.concurrency, args.num_prompts)
     except ValueError as error:
         parser.error(str(error))
-    # a link means the folder that it leads to
+    # a link stands for its target
     args.output = Path(os.path.realpath(args.output))
     if args.output.exists() and not args.overwrite:
         parser.error(f"--output {args.output}: exists; choose another, or pass --overwrite")
@@ -265,7 +265,7 @@ def check_json(
     must_exist: bool = False,
     key: str | None = None,
 ) -> None:
-    """End with a usage error, now and not hours later, unless ``path`` holds a JSON object."""
+    """End with a usage error before anything is measured, unless ``path`` holds a JSON object."""
     if path is None or not (must_exist or path.exists()):
         return
     try:

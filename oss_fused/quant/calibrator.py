@@ -31,7 +31,7 @@ from oss_fused.quant.record_builder import SearchResult, build_record, layer_ste
 from oss_fused.quant.skeleton import ModelSkeleton
 from oss_fused.quant.streaming import LayerStream
 
-# wraps a loop over steps or layers, with a word for what it does
+# wraps an iterable of steps or layers; the text describes the loop
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 # samples on which --accuracy-target compares mixes of precisions
 HELD_OUT = 8
@@ -123,7 +123,7 @@ class Run:
         self.reader = CheckpointReader(options.model)
         check_output(options, recipe)
         self.assets = find_assets(self.reader.folder)
-        # of the weights before the first is read; told again by the files after the last
+        # compared again after the last read: the weights must not change during a run
         self.source = self.reader.digest()
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: CheckpointPlan = make_plan(self.skeleton, recipe)
@@ -190,7 +190,7 @@ class Run:
                 self._write_assets(writer, summary)
                 complete(writer.partial)
             except OssFusedError:
-                # the input is at fault: going on with it could not help
+                # the input is at fault: a resume would fail again
                 writer.discard()
                 raise
             writer.finish()
@@ -229,7 +229,7 @@ class Run:
         _leave(entered, stream, writer, calibration)
 
     def _enter(self, layer: int | None, stream: LayerStream | None) -> LayerCalibration:
-        """Run the samples through a decoder layer, or look at what follows the last."""
+        """Run the samples through a decoder layer, or through what follows the last one."""
         if stream is not None and layer is not None and layer >= stream.next_layer:
             return stream.run(layer)
         if stream is not None and layer is None and stream.next_layer == self.skeleton.layers:
@@ -263,7 +263,7 @@ class Run:
             raise DatasetError(
                 f"--max-seq-length={recipe.max_seq_length}: the model's context is {limit} tokens"
             )
-        file_digest(recipe.dataset)  # a wrong path is the likelier mistake: say it first
+        file_digest(recipe.dataset)  # checked first: a wrong path is the likelier mistake
         tokenizer = load_tokenizer(self.reader.folder)
         held_out = HELD_OUT if recipe.accuracy_target is not None else 0
         wanted = recipe.num_samples + held_out
@@ -318,7 +318,7 @@ def _leave(
     writer: CheckpointWriter,
     calibration: LayerCalibration,
 ) -> None:
-    """All tensors of ``layer`` are written: keep the samples' states after it."""
+    """Save the samples' hidden states after ``layer``, whose tensors are all written."""
     if stream is not None and layer is not None and layer >= stream.next_layer:
         writer.done(layer_step(layer), calibration.layer)
         stream.commit(layer)

@@ -17,7 +17,7 @@ JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 # name of the dataset that every machine has: this Python's documentation and sources
 PYTHON = "python"
 _PYTHON_MODULES = ("argparse.py", "asyncio/tasks.py", "json/decoder.py", "logging/__init__.py")
-# shorter than this a sample says nothing about activations
+# a shorter sample has too few tokens to measure activations
 MIN_TOKENS = 2
 
 
@@ -61,7 +61,7 @@ def load_samples(
     """Samples as token ids, each [T] int64 with 2 <= T <= max_seq_length.
 
     The dataset "python" is ``python_text()``. A text file is cut into windows of
-    ``max_seq_length`` tokens. A JSON-lines file has one sample a line: ``{"text": ...}``, or
+    ``max_seq_length`` tokens. A JSON-lines file has one sample per line: ``{"text": ...}``, or
     ``{"messages": [{"role", "content"}, ...]}`` through the tokenizer's chat template; long ones
     are truncated. ``seed`` chooses among them.
 
@@ -80,7 +80,7 @@ def load_samples(
     else:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         windows = [ids[i : i + max_seq_length] for i in range(0, len(ids), max_seq_length)]
-        # a short rest would count as much as a full window
+        # dropped: a short window would count as much as a full one
         samples = [w for w in windows if len(w) == max_seq_length] or windows
     return _choose(path, samples, num_samples, max_seq_length, seed)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""MXFP4 as gpt-oss checkpoints store it: e2m1 codes two a byte, one e8m0 scale per 32 values.
+"""MXFP4 as gpt-oss checkpoints store it: e2m1 codes two per byte, one e8m0 scale per 32 values.
 
 ``blocks`` [..., K/32, 16] uint8 (low nibble = even position), ``scales`` [..., K/32] uint8 with
 bias 127, along the last (input) dimension K. Format: OCP Microscaling Formats (MX) v1.0.

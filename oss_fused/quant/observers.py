@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is watched while a layer runs: inputs of linears, and the keys and values it caches."""
+"""Observers of a running layer: inputs of linears, and the keys and values that it caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oss_fused.quant.formats import E4M3, amax_to_scale, fake_quantize
 
 _BIN_BITS = 16  # of a float32 that a bin of magnitudes leaves out
 _INFINITE = 0x7F80  # bin of Inf
-_CLIP_STEP = 16  # bins from one scale tried to the next: eight a binade
+_CLIP_STEP = 16  # bins from one scale tried to the next: eight per binade
 _CLIP_BINADES = 12  # below the largest magnitude
 
 
@@ -57,7 +57,7 @@ class ClipObserver(AmaxObserver):
     def see(self, x: torch.Tensor) -> None:
         """Take a tensor of any shape into account."""
         super().see(x)
-        # a magnitude's upper 16 bits: 128 bins a binade
+        # a magnitude's upper 16 bits: 128 bins per binade
         bins = x.detach().abs().float().view(torch.int32).flatten() >> _BIN_BITS
         counts = torch.bincount(bins, minlength=1 << (31 - _BIN_BITS))
         self._counts = counts if self._counts is None else self._counts + counts
@@ -107,7 +107,7 @@ class CacheObserver:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note keys and values [B, H, T, D] and return what attention reads."""
+        """Observe keys and values [B, H, T, D]; return what attention reads."""
         if self.scales is None:
             self.key.see(key)
             self.value.see(value)

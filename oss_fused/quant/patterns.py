@@ -20,10 +20,10 @@ from oss_fused.quant.scheme import matches_regex
 T = TypeVar("T")
 
 LINEAR = "Linear"
-# vLLM's gpt-oss calls the checkpoint's self_attn attn
+# vLLM's gpt-oss names attention ``attn``, the checkpoint ``self_attn``
 _VLLM_ATTENTION = re.compile(r"^(.*\blayers\.\d+)\.attn(?=\.|$)")
 
-# what vLLM puts before every name of a draft model
+# prefix that vLLM gives all names of a draft model
 _DRAFT = "draft_model."
 
 

@@ -57,7 +57,7 @@ def calibrate(
         recipe: what to make.
         options: where and how.
         progress: wraps every loop over tensors or layers.
-        say: is told what the search found.
+        say: called with a line about each result of the search.
         best_effort: write the best mix where none meets the target, instead of raising.
         complete: adds to the output's working folder before it gets its name.
 
@@ -74,7 +74,7 @@ def calibrate(
     plain = recipe.model_copy(update={"accuracy_target": None})
     output = real(options.output)
     base = options.stage or output.with_name(f"{output.name}.all-fp8-{run.identity()}")
-    # for the whole search: another run of the same settings would replace the base under it
+    # held for the whole search: another run of the same settings would replace the base meanwhile
     lock = OutputLock(output)
     try:
         if base.is_dir() and (options.stage is not None or options.resume):
@@ -175,7 +175,7 @@ def _make_base(
     run: Run, plain: Recipe, options: RunOptions, base: Path, progress: Progress
 ) -> None:
     """The checkpoint with every chosen linear in FP8."""
-    # only a base of our own making stands at a name that we chose
+    # safe to replace: only this run makes a folder of this name
     own = options.stage is None
     base_run = Run(plain, dataclasses.replace(options, output=base, overwrite=own, stage=None))
     base_run.samples = run.samples

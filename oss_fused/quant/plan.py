@@ -50,7 +50,7 @@ class CheckpointPlan:
         schemes: every linear -> its scheme, None for one left as it is.
         experts: how experts are stored: "mxfp4", "fp8", "bf16", or None without experts.
         source_experts: how the source stores them.
-        expert_count: experts a layer, 0 without.
+        expert_count: experts per layer, 0 without.
         gated: names of experts stored one by one, None for other families.
         untie: lm_head gets a tensor of its own although the source ties it to the embedding.
         kv_scales: the output holds k_scale and v_scale.

@@ -125,7 +125,7 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self._settings(), sort_keys=False)
 
     def _settings(self) -> dict[str, Any]:
-        """All of them; younger ones only where set, so that older runs can be gone on with."""
+        """All settings. Newer ones are left out unless set, so that older runs can be resumed."""
         settings = self.model_dump(mode="json")
         fields = type(self).model_fields
         unset = [n for n in _YOUNGER if getattr(self, n) == fields[n].get_default()]

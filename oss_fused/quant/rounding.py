@@ -15,10 +15,10 @@ import torch
 from oss_fused.errors import NumericalOverflowError, ShapeMismatchError
 from oss_fused.quant.formats import E4M3, FP8Format, amax_to_scale, dequantize, quantize
 
-# share of H's mean diagonal added to it: inputs that calibration did not show still count
+# share of the mean diagonal that is added to H: inputs that calibration did not see still count
 DAMPING = 0.001
 # share taken from what H holds off its diagonal: correlations of the calibration text that other
-# text may not have. In proportion to each input's power, which damping is not.
+# text may not have. Shrinking is relative to each input's power; damping is not.
 SHRINKAGE = 0.2
 _BLOCK = 32
 # scales tried per row, within the binade below amax / max: an 8-bit float has the same relative
@@ -152,7 +152,7 @@ def _feedback(
 
     Blocks of rows pass their errors on with one GEMM.
     """
-    # thousands of small operations: threads would wait for each other longer than they work
+    # one thread: for thousands of small operations, synchronising threads costs more than they gain
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

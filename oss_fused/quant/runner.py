@@ -69,9 +69,9 @@ class LayerRunner:
         return layer.to(self.device)
 
     def drop(self, index: int) -> None:
-        """Give the layer's memory back: weights, hooks, and what the hooks hold; for good."""
+        """Free the layer: weights, hooks, and what the hooks hold. It cannot be used again."""
         for module in self.inner.layers[index].modules():
-            # a forward put in its place refers to the module: such rings wait for the collector
+            # a replaced ``forward`` refers to its module: only garbage collection frees the cycle
             module.__dict__.pop("forward", None)
         self.inner.layers[index] = nn.Identity()
 

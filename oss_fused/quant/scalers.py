@@ -110,7 +110,7 @@ class Scaler(ABC):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` restores."""
+        """State for ``load_state_dict``."""
         return {
             "name": self.name,
             "format": self.fmt.name,

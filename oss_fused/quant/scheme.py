@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from oss_fused.errors import SchemeError
 
-_REGEX_SECONDS = 0.5  # for one name; a sane pattern takes microseconds
+_REGEX_SECONDS = 0.5  # seconds to match one name; a reasonable pattern takes microseconds
 
 Strategy = Literal["tensor", "channel", "token"]
 

@@ -25,7 +25,7 @@ from oss_fused.quant.skeleton import ModelSkeleton
 
 Quantised = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 Schemes = Mapping[str, QuantizationScheme]
-# wraps a loop over layers, with a word for what it does
+# wraps an iterable of layers; the text describes the loop
 Track = Callable[[Sequence[int], str], Iterable[int]]
 _HEAD = "lm_head"
 # tokens whose logits are in memory at a time

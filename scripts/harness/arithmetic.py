@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""In what arithmetic an arm computes, told from its flags."""
+"""In what arithmetic an arm computes, derived from its flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decode attention at one batch and context: our kernel and FlashAttention 3 on the same cache."""
+"""Cases of decode attention: the native kernel and FlashAttention 3 on the same cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oss_fused.kernels.attention.triton import Launch, launch_for
 
 FP8 = torch.float8_e4m3fn
 PAGE = 16
-# of vLLM: splits that a CUDA graph has room for
+# vLLM's maximum number of splits in a CUDA graph
 _FA3_SPLITS = 32
 # positions of the largest case: more would not fit one pool
 MAX_POSITIONS = 128 * 8192
@@ -143,7 +143,7 @@ class Case:
         return [functools.partial(call, *cache) for cache in self.caches]
 
     def launch(self) -> Launch:
-        """What the rule gives this case."""
+        """Launch that the rule chooses for this case."""
         shape = self.shape
         positions = self.table.shape[1] * PAGE
         return launch_for(
@@ -165,7 +165,7 @@ def candidates(case: Case) -> Iterator[Launch]:
     for block_n, warps in ((64, 2), (64, 4), (128, 4), (128, 8)):
         splits = 1
         while splits <= 64 and splits <= -(-seen // block_n):
-            # as many programs as no GPU holds, or too few to fill it
+            # more programs than any GPU holds at once, or too few to fill one
             if case.batch * shape.kv_heads * splits <= 4096 or splits == 1:
                 yield Launch(splits, block_n, warps, 1)
             splits *= 2

@@ -152,11 +152,11 @@ class Comparison:
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
 
     def flags_of(self, arm: Arm) -> list[str]:
-        """All flags of an arm's server: defaults that neither side sets, common ones, its own."""
+        """All flags of an arm's server: defaults, then the common ones, then its own."""
         given = [*self.serve_flags, *arm.flags]
         flags: list[str] = []
         longest = max(cell.input_len + cell.output_len for cell in self.grid)
-        # some room for special tokens, the chat template and prompts that are a little too long
+        # margin for special tokens, the chat template and slightly longer prompts
         defaults = {"--max-model-len": str(max(1024, longest + 128))}
         if self.together and self.gpu:
             # profiling the free memory goes wrong while the other server loads
@@ -282,7 +282,7 @@ def _measure_group(
                 for server in servers:
                     seen = _warm_up(plan, client, server, cell, seed)
                     results["arms"][server.name].setdefault("warmups", []).append(seen)
-            # neither arm always goes first
+            # alternate which arm goes first
             for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
                 load_average = os.getloadavg()[0]
                 figures = client.run(server, cell, seed, server.model, extra=plan.bench_flags)

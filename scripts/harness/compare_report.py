@@ -109,7 +109,7 @@ def _spread(ratio: Mapping[str, float] | None) -> str:
 
 
 def _told(cell: Mapping[str, Any], name: str, figure: str) -> str:
-    """A ratio that waiting for compilations would spoil, if both arms were steady."""
+    """The ratio of a figure that compilations would distort; "not steady" if an arm was not."""
     ratio = cell["arms"][name]["ratios"].get(figure)
     steady = all(cell["arms"][arm]["steady"] for arm in (name, cell["baselines"][figure]))
     return _spread(ratio) if steady or not ratio else "not steady"

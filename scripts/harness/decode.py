@@ -51,7 +51,7 @@ class DecodeBenchmark:
     Attributes:
         arms: all of them; the baselines are chosen when the results are condensed.
         cells: loads, in order.
-        profiles: loads whose kernels are recorded once an arm.
+        profiles: loads whose kernels are recorded once per arm.
         rounds: how often every cell is measured on every arm.
         gpu: whether the machine has one; decides defaults.
         flags: engine flags for all arms, before an arm's own.
@@ -96,7 +96,7 @@ class DecodeBenchmark:
         return [*flags, *self.flags, *arm.flags]
 
     def schedule(self) -> Iterator[tuple[int | None, Cell]]:
-        """Cells with their round, None for a profile, in the order of what is wanted most."""
+        """Cells with their round, None for a profile; the most important first."""
         short = min((cell.context for cell in self.cells if cell.steps), default=0)
         later = [cell for cell in self.cells if cell.steps and cell.context > short]
         yield from ((0, cell) for cell in self.cells if cell not in later)
@@ -181,7 +181,7 @@ def run(plan: DecodeBenchmark, scratch: Path) -> dict[str, Any]:
 
     Returns:
         "arms" (name -> command line, seconds to start), "failed" (name -> why; the last arm must
-        run), "measurements" (one dict per arm, cell and round, with "ms" a step and "distinct"),
+        run), "measurements" (one dict per arm, cell and round, with "ms" per step and "distinct"),
         "profiles" (arm, cell, and what WorkerExtension.oss_profile_stop returns) and "bandwidth"
         in bytes per second.
 
@@ -204,7 +204,7 @@ def run(plan: DecodeBenchmark, scratch: Path) -> dict[str, Any]:
                 if number is None:
                     results["profiles"] += [_profile(engine, cell, plan.seed) for engine in engines]
                     continue
-                # neither arm always goes first
+                # alternate which arm goes first
                 order = engines if place % 2 == 0 else engines[::-1]
                 results["measurements"] += [_row(plan, e, cell, number) for e in order]
         except ServerError as error:

@@ -47,7 +47,7 @@ class WorkerExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._oss_profile.stop()
-        del self.model_runner.execute_model  # the class's own is seen again
+        del self.model_runner.execute_model  # restore the method of the class
         wanted = torch.autograd.DeviceType.CUDA if torch.cuda.is_available() else None
         names: dict[str, int] = {}
         launches = []

@@ -130,7 +130,7 @@ def _steps(
 
 
 def _prefill(report: Report, results: Mapping[str, Any], arms: Sequence[str]) -> None:
-    """An arm a row, so that arithmetics stand below each other."""
+    """One row per arm, so that FP8 and bf16 arithmetic are easy to compare."""
     rows = []
     for cell in results["cells"]:
         if cell["steps"]:

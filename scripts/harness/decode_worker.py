@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One vLLM engine in a process of its own, told by lines on stdin what to measure.
+"""One vLLM engine in a process of its own, controlled by lines on stdin.
 
 `python -m harness.decode_worker JOB.json` with {"model", "flags"}. When the engine is up it
 says {"ready": true}; each further line is a JSON request and is answered by one JSON line, which
@@ -35,7 +35,7 @@ from harness.vllm_logprobs import make_engine
 WINDOW = 8
 # steps after the last prefill that do not count
 SETTLE = 4
-# seconds in which the engine lets go of aborted sequences
+# seconds that the engine has to drop aborted sequences
 _IDLE = 0.1
 _EXTENSION = "harness.decode_extension.WorkerExtension"
 
@@ -53,7 +53,7 @@ class Measure:
         self._ids = itertools.count()
 
     def decode(self, batch: int, context: int, steps: int, seed: int) -> dict[str, Any]:
-        """Milliseconds a step of ``batch`` sequences, one value every WINDOW steps.
+        """Milliseconds per step of ``batch`` sequences, one value every WINDOW steps.
 
         "distinct" is the share of different tokens among those of the last step: experts are
         touched as in real use only where it is high.
@@ -140,7 +140,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = json.loads(Path(sys.argv[1]).read_text())
-    # vLLM is what is measured: this program needs it, importing the package does not
+    # imported late: only the program needs vLLM, not the import of this module
     vllm = importlib.import_module("vllm")
     flags = [*job["flags"], "--worker-extension-cls", _EXTENSION]
     measure = Measure(vllm, make_engine(vllm, job["model"], flags).llm_engine)

@@ -103,7 +103,7 @@ class Scorer:
         output = scratch / f"{arm.name}.tasks.json"
         job = {
             "model": arm.model,
-            # a task decides how long its prompts are
+            # the task decides the length of its prompts
             "flags": ["--enforce-eager", "--max-num-seqs", "8", *self.flags, *arm.flags],
             "tasks": [str(path) for path in self.task.lm_eval],
             "limit": self.task.lm_eval_limit,

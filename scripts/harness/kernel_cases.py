@@ -195,7 +195,7 @@ def _act_mul_quant(rows: int, intermediate: int) -> Prepared:
 
 
 def memory_cases() -> Iterator[Case]:
-    """Operations whose limit is memory bandwidth (items 1 to 4 of issue 3)."""
+    """Operations whose limit is memory bandwidth."""
     for hidden in DECODE_HIDDEN:
         for rows in (*SMALL_ROWS, 2048, 8192):
             yield Case(

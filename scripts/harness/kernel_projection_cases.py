@@ -112,13 +112,13 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
 
 
 def projection_cases() -> Iterator[Case]:
-    """Item 6 of issue 3."""
+    """Fused QKV and output projections of gpt-oss and Llama."""
     for model, hidden in HIDDEN.items():
         heads = MODELS[model]
         for rows in (1, 2, 4, 8, 16):
             width = heads.width
             yield Case(
-                # the bar is stated for gpt-oss
+                # the target is for gpt-oss only
                 "fused_qkv" if model == "gpt-oss-20b" else "fused_qkv_llama",
                 {"rows": rows, "hidden": hidden},
                 width * hidden + rows * (width * 4 + hidden * 6),

@@ -75,7 +75,7 @@ def run(cases: Iterable[Case]) -> dict[str, Any]:
             print(f"interrupted in {case.name}", file=sys.stderr)
             break
         except (RuntimeError, ValueError) as error:
-            # the other cases are still worth having
+            # go on with the other cases
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
             results.append(
                 {

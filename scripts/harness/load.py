@@ -167,7 +167,7 @@ class LoadClient:
             "--result-dir": result.parent,
             "--result-filename": result.name,
         }
-        # random weights may end a text at once: lengths are fixed
+        # lengths are fixed: with random weights a text may end at once
         flags = ["--ignore-eos", "--save-result", "--disable-tqdm"]
         return [str(part) for pair in options.items() for part in pair] + flags
 

@@ -32,7 +32,7 @@ def main() -> int:
         name: hidden_states(job["model"], tokens, getattr(torch, name)).cpu().numpy()
         for name in job["dtypes"]
     }
-    # complete or not there: the engines wait for it
+    # renamed when complete: the engines wait for it
     scratch = Path(job["output"]).with_suffix(".part.npz")
     np.savez(scratch, **states)  # type: ignore[arg-type]
     scratch.rename(job["output"])
@@ -73,7 +73,7 @@ def _stream(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Let ``module`` have its weights while it runs."""
+    """Load the weights of ``module`` while it runs, and drop them afterwards."""
 
     def load(*ignored: Any) -> None:
         names = [name for name, _ in module.named_parameters()]

@@ -2,8 +2,8 @@
 """The expert layer of gpt-oss on one GPU: checked against the reference, then timed by parts.
 
 Times are CUDA-graph replays over several layers' distinct weights, so that no weight is read from
-L2, with the routing of random logits. Our kernels use programmatic dependent launch, so replays
-of one kernel overlap at their ends, as they do in a model.
+L2, with the routing of random logits. The native kernels use programmatic dependent launch:
+replays of one kernel overlap at their ends, as they do in a model.
 """
 
 from __future__ import annotations

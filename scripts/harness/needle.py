@@ -56,7 +56,7 @@ def build_prompt(tokenizer: Any, haystack: str, needle: dict[str, Any]) -> list[
 
 
 def found(answer: str, key: str) -> bool:
-    """Whether the answer begins with the key, be it quoted or bold."""
+    """Whether the answer begins with the key, also where it is quoted or bold."""
     return answer.lstrip(" \"'*:`").startswith(key)
 
 

@@ -282,7 +282,7 @@ def _compile(case: tuple[str, Tiles | None, int, bool, int]) -> None:
             leaves = [t.requires_grad_() for t in tensors]
             _attention(*leaves, causal=causal).backward(grad)
     except Exception as failure:
-        # the row that needs it says so
+        # reported in the row that needs it
         print(f"{case}: {type(failure).__name__}"[:100])
 
 
@@ -333,7 +333,7 @@ def figures(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows for people, one a line; what is wrong says so."""
+    """The rows as text, one per line, with failures."""
     lines = []
     for row in rows:
         if "size" in row:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Child processes that never outlive us: own group, killed whole, also when we are killed."""
+"""Child processes that end with this one; each has a process group, killed as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Terminated(BaseException):
 def signals_as_exceptions() -> Iterator[None]:
     """Inside the block SIGTERM and SIGHUP raise Terminated, SIGINT raises KeyboardInterrupt.
 
-    Once only: an impatient second Ctrl-C must not interrupt the clean-up that the first began.
+    Once only: a second Ctrl-C must not interrupt the clean-up that the first one started.
     """
     wanted = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -66,7 +66,7 @@ def start(
         stderr=log,
         env=dict(environment),
         start_new_session=True,
-        # the child gets SIGTERM if we die without cleaning up (SIGKILL, out of memory)
+        # the child gets SIGTERM if this process dies without cleaning up (SIGKILL, out of memory)
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
 

@@ -69,7 +69,7 @@ def _convert(source: Path, folder: Path) -> None:
             source.parent, dtype=torch.float32, **options
         )
         tokenizer = auto.AutoTokenizer.from_pretrained(source.parent, **options)
-    except Exception as error:  # parsers of damaged files raise whatever they stumble over
+    except Exception as error:  # parsers of damaged files raise all kinds of exceptions
         raise CheckpointError(f"gguf {source}: cannot be read: {error}") from error
     config = loaded.config
     # transformers marks the model as GGUF-quantised and then refuses to save it

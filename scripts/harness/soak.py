@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 900.0
 _DRAIN_SECONDS = 30.0
 # how long clients may finish their requests when the load ends
 _STOP_SECONDS = 30.0
-# a weak model would fill its JSON with blanks up to the last token
+# a weak model fills its JSON with blanks up to the last token
 _NO_BLANKS = '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
@@ -70,7 +70,7 @@ class _Tally:
     memory: list[dict[str, float]] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """Everything but how it ended, as ``run`` returns it."""
+        """The report of ``run`` without how it ended."""
         with self.lock:
             return {
                 "requests": dict(sorted(self.sent.items())),
@@ -98,8 +98,8 @@ def run(
     Args:
         plan: what to do.
         scratch: folder for the server's log.
-        say: told how it goes.
-        save: given the report so far after each sample of memory, so that a kill loses little.
+        say: called with a line on the progress.
+        save: called with the report so far after each sample of memory.
 
     Returns:
         "requests" (kind -> count), "median_seconds" (kind -> s), "errors" (list), "memory_mib"
@@ -170,7 +170,7 @@ def _load(
     except (KeyboardInterrupt, Terminated) as error:
         return type(error).__name__
     finally:
-        # clients that still wait after this are left to themselves: what they see counts no more
+        # clients that still wait are abandoned: their results no longer count
         tally.over.set()
         patience = time.monotonic() + _STOP_SECONDS
         for thread in threads:
@@ -194,7 +194,7 @@ def _client(
 ) -> None:
     chance = random.Random(f"{plan.seed}-{number}")
     while time.monotonic() < deadline:
-        # every kind in each round, in a new order
+        # every kind once per round, in a new order
         for name in chance.sample(list(KINDS), len(KINDS)):
             with tally.lock:
                 full = sum(tally.sent.values()) >= plan.max_requests
@@ -205,7 +205,7 @@ def _client(
             problem = None
             try:
                 KINDS[name](target, chance)
-            # whatever goes wrong counts; a thread that dies of it would load nothing, unseen
+            # every exception counts: a thread that died would silently put no load on the server
             except Exception as error:
                 if tally.over.is_set():
                     return
@@ -215,7 +215,7 @@ def _client(
                 if problem:
                     tally.errors.append(problem)
                     say(f"error: {problem}")
-                # a server that only fails is not loaded for half an hour
+                # stop early when the server fails all the time
                 if len(tally.errors) > 100:
                     return
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The kinds of request that a soak test mixes; each knows what answer is right."""
+"""The kinds of request that a soak test mixes; each checks its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEMA = {
 
 
 class WrongAnswer(Exception):
-    """The server answered otherwise than the request deserves."""
+    """The server's answer is wrong for the request."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def cancelled(target: Target, chance: random.Random) -> None:
 
 
 def malformed(target: Target, chance: random.Random) -> None:
-    """Bodies that are no request; each must be refused as the client's fault."""
+    """Malformed bodies; each must be refused with a 4xx status."""
     bodies: list[bytes] = [
         b'{"model": ',
         json.dumps({"model": target.model, "prompt": "x", "max_tokens": "many"}).encode(),

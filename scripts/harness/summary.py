@@ -19,7 +19,7 @@ BETTER = {
     "p50_tpot_ms": "less",
     "p50_itl_ms": "less",
 }
-# median times to first token of one load that differ by more are not those of a warm server
+# largest ratio between the median times to first token of one load on a warm server
 STEADY = 1.3
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Texts to judge a quantised model on, and others to calibrate it with, from installed packages.
+"""Evaluation and calibration texts from installed packages.
 
 `python -m harness.texts FOLDER` writes prose.txt (Newton's Opticks, which apache-tvm-ffi
 ships), code.txt (modules of Python's library), dialogue.txt (a play of Shakespeare's in prose, from

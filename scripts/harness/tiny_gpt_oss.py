@@ -31,7 +31,7 @@ SHAPE = Shape("gpt-oss", 4, 192, 128, 4, 2, 64, 265, 2048, 150000.0, 8, 4, slidi
 TRAINED_CONTEXT = 512
 # modules that training never sees; nor their tests
 HELD_OUT = ("csv", "fractions", "heapq", "queue", "shlex", "statistics", "textwrap", "wave")
-# tables of numbers teach nothing
+# left out: tables of numbers
 _LEFT_OUT = ("site-packages", "dist-packages", "encodings", "__pycache__", "lib2to3", "turtledemo")
 STATE = "training-state.pt"
 
@@ -43,7 +43,7 @@ class Training:
     Attributes:
         steps: optimizer steps.
         seconds: the learning rate reaches zero and training ends after that many, if not before.
-        batch: samples of TRAINED_CONTEXT bytes a step.
+        batch: samples of TRAINED_CONTEXT bytes per step.
         learning_rate: of AdamW, after warm-up; falls to zero in a straight line.
         balance: weight of the loss that keeps every expert in use.
         seed: of weights and batches.
@@ -225,7 +225,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batch: int = 16) -> float:
-        """Mean loss in nats a byte over the held-out text, in windows of TRAINED_CONTEXT."""
+        """Mean loss in nats per byte over the held-out text, in windows of TRAINED_CONTEXT."""
         count = len(self.held_out) // (TRAINED_CONTEXT + 1)
         windows = self.held_out[: count * (TRAINED_CONTEXT + 1)].view(count, -1)
         losses = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Runs `vllm bench serve` again and again in one process, so that vLLM is imported once.
+"""Runs `vllm bench serve` repeatedly in one process, so that vLLM is imported once.
 
 `python -m harness.vllm_client` reads one JSON list of `vllm bench serve` arguments a line
 from stdin and answers each with one JSON line: {"ok": true} or {"error": "..."}; {"ready": true}
@@ -22,7 +22,7 @@ def main() -> int:
     # vLLM prints to stdout, also from C: keep the answers apart from that
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # vLLM is what is measured: this program needs it, importing the package does not
+    # imported late: only the program needs vLLM, not the import of this module
     serve: Any = importlib.import_module("vllm.benchmarks.serve")
     # a vocabulary of 200k tokens takes seconds to load, and every measurement loads it
     serve.get_tokenizer = functools.cache(serve.get_tokenizer)

@@ -21,7 +21,7 @@ def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
     chapter = tmp_path / "page.md"
     chapter.write_text("before\n<!-- measured -->\nold\n<!-- end of measured -->\nafter\n")
-    args += ["--chapter", str(chapter), "--parts", "norm", "backends", "matmul", "door"]
+    args += ["--chapter", str(chapter), "--parts", "norm", "backends", "matmul", "overhead"]
     assert bench_library.main(args) == 0
     page = chapter.read_text()
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page

@@ -38,7 +38,7 @@ class OssAttentionImpl(FlashAttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile the kernel for every number of splits, so that no request waits for it."""
         super().process_weights_after_loading(act_dtype)
-        # memory that a sleeping engine gave back holds anything when it wakes and reloads
+        # after sleep the memory has arbitrary content until the reload
         self.arrivals.zero_()
         _warm_up(self, act_dtype)
         if self.rope is not None:
@@ -110,7 +110,7 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         return
-    # a decode step has one token a sequence; CUDA graphs pad it, at most to this many
+    # a decode step has one token per sequence; CUDA graphs pad it, at most to this many
     rows = vllm_config.scheduler_config.max_num_batched_tokens
     device = next(model.parameters()).device
     arrivals: dict[int, torch.Tensor] = {}

@@ -105,7 +105,7 @@ def check_scale(name: str, scale: torch.Tensor, widths: Sequence[int]) -> None:
 
     Args:
         name: of the parameter in vLLM.
-        scale: float32, one value a row.
+        scale: float32, one value per row.
         widths: rows of each tensor of the checkpoint that is fused into it.
 
     Raises:

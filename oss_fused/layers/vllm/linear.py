@@ -152,7 +152,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         """Quantise or check the weights, and bring them into the form that the kernels take.
 
         Raises:
-            CheckpointError: a weight, scale or bias is missing, or no number of its kind.
+            CheckpointError: a weight, scale or bias is missing, or not finite.
         """
         check_bias(layer, self.prefix)
         if self.calibrated:

@@ -169,7 +169,7 @@ class _State:
     def restore(self, module: nn.Module) -> None:
         _replace(vars(module), self.attributes)
         for name, held in self.holders.items():
-            # the same object, for whoever keeps it
+            # the same object: other modules may hold a reference
             holder = getattr(module, name)
             holder.clear()
             holder.update(held)
@@ -200,7 +200,7 @@ def _check_reaches(layer: Any, method: CheckedMethod) -> None:
 
 
 def _any_rank(failed: bool) -> bool:
-    """Whether a rank of this model has failed; every rank asks once a load."""
+    """Whether a rank of this model has failed. All ranks must call it once per load."""
     if not parallel_state.model_parallel_is_initialized():
         return failed
     flag = torch.tensor([int(failed)])
@@ -217,7 +217,7 @@ def _session_of(model: nn.Module) -> Session | None:
 
 
 def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
-    """vLLM has built ``model``, or a part of a larger one."""
+    """Called when vLLM has built ``model``, or a part of a larger one."""
     original(model)
     if any(True for _ in _checked_layers(model)):
         _mark_biases(model)
@@ -261,7 +261,7 @@ def _load_weights(
 
 
 def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None:
-    """A load begins."""
+    """Called when a load begins."""
     if not any(True for _ in _checked_layers(model)):
         return original(model)
     _abandon(model)
@@ -276,7 +276,7 @@ def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None
 
 
 def _finalize(original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """A load ends."""
+    """Called when a load ends."""
     session = _sessions.pop(model, None)
     if session is None:
         return original(model, *args, **kwargs)
@@ -284,7 +284,7 @@ def _finalize(original: Callable[..., None], model: nn.Module, *args: Any, **kwa
 
 
 def _abandon(model: nn.Module) -> None:
-    """A load that was never finished has failed."""
+    """Roll back a load that was never finished."""
     session = _sessions.pop(model, None)
     if session is not None and session.error is None:
         session.roll_back(RuntimeError("the load was not finished"))
@@ -292,7 +292,7 @@ def _abandon(model: nn.Module) -> None:
 
 
 def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
-    """A layer gets uninitialised memory for weights that have arrived."""
+    """Allocate a layer's weights; called when its first weight arrives."""
     original(layer, info)
     method = getattr(layer, "quant_method", None)
     if isinstance(method, CheckedMethod):
@@ -320,7 +320,7 @@ def _wrap(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable
 
 
 def install() -> None:
-    """Take part in vLLM's loads, once a process; models without oss_fp8 methods load as before."""
+    """Hook into vLLM's loads, once per process. Models without oss_fp8 methods load as before."""
     global _installed
     if _installed:
         return

@@ -328,7 +328,7 @@ def _fits(attention: Any, dtype: torch.dtype) -> bool:
         and layer.head_size == layer.head_size_v == rope.head_size
         and layer.kv_sharing_target_layer_name is None
         and (layer.kv_cache_dtype in ("fp8", "fp8_e4m3") or layer.kv_cache_torch_dtype == dtype)
-        # one scale a tensor
+        # one scale per tensor
         and (layer.query_quant is None or layer.query_quant.group_shape.is_per_tensor())
         and getattr(attention, "qk_norm", True)
         and not getattr(attention, "do_llama_4_scaling", False)

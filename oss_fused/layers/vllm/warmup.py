@@ -95,7 +95,7 @@ def first_of_each(limit: int, variant: Callable[[int], Hashable]) -> list[int]:
 def warm_batches(
     key: Hashable, limit: int, variant: Callable[[int], Hashable], run: Callable[[int], Any]
 ) -> None:
-    """Call ``run(tokens)`` for a batch of each variant up to ``limit`` tokens, once a ``key``.
+    """Call ``run(tokens)`` for a batch of each variant up to ``limit`` tokens, once per ``key``.
 
     Args:
         key: what the kernels are compiled for beside the batch.

@@ -88,7 +88,7 @@ def audit(
     """
     reader = CheckpointReader(folder, quantised=True, config=config)
     check_config(reader.config, remote_code)
-    # other quantisations store weights as they like
+    # other quantisation methods store weights in their own layouts
     if quant_method(reader) in _KNOWN_METHODS:
         if _is_known(reader):
             for name in reader.names():
@@ -258,7 +258,7 @@ def _gated_experts(config: Mapping[str, Any]) -> dict[str, Shape]:
 def _check_shapes(reader: CheckpointReader) -> None:
     """Compare every tensor that the model needs with the header that holds it."""
     architectures = reader.config.get("architectures") or ["ForCausalLM"]
-    # saved without its head, a model's names do without the prefix as well
+    # a model that was saved without its head has no prefix "model." either
     bare = "embed_tokens.weight" in reader and "model.embed_tokens.weight" not in reader
     generates = not bare and architectures[0].endswith("ForCausalLM")
     for name, shape in expected_shapes(reader.config):
@@ -281,7 +281,7 @@ def _check_shapes(reader: CheckpointReader) -> None:
 
 
 def _check_dtype(reader: CheckpointReader, name: str) -> None:
-    """Refuse codes where numbers belong, and numbers where codes do; scales are looked at apart."""
+    """Refuse FP8 codes without a scale, and other dtypes under a scale."""
     if name.endswith(("_blocks", "_scales")):
         return
     if name.endswith(("w13_weight", "w2_weight")):

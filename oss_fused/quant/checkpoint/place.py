@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where a checkpoint may be written: what stands there already, and who else is writing there."""
+"""Where a checkpoint may be written: what exists there, and which run writes there."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class OutputLock:
                     handle.close()
 
     def release(self) -> None:
-        """Let others write; harmless when that is so already."""
+        """Drop the lock. A second call does nothing."""
         if self._handle is not None:
             self.path.unlink(missing_ok=True)
             self._handle.close()

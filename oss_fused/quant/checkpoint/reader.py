@@ -175,7 +175,7 @@ class CheckpointReader:
     def _locate_without_index(self) -> dict[str, str]:
         """The one file, or every shard as vLLM loads them; Mistral's own where there are no others.
 
-        Served is what lies beside the one file as well.
+        vLLM also loads other files beside the one file.
         """
         found = sorted(self.folder.glob("*.safetensors"))
         shards = [path for path in found if not path.name.startswith("consolidated")] or found

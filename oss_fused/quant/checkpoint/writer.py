@@ -136,7 +136,7 @@ class CheckpointWriter:
 
     def done(self, step: str, metrics: dict[str, Any]) -> None:
         """Note that every tensor of ``step`` is written; ``metrics`` come back after a resume."""
-        # the journal must never speak of data that a power cut can still take back
+        # the journal lists only data that survives a power cut
         for file in {self._places[name].file for name in self._written}:
             sync(self.partial / file)
         self.steps[step] = metrics
@@ -185,7 +185,7 @@ class CheckpointWriter:
         self.close()
 
     def close(self) -> None:
-        """Let go of the output; what the working folder holds stays for a resume."""
+        """Release the output. The working folder stays for a resume."""
         if self._own_lock is not None:
             self._own_lock.release()
 
@@ -210,7 +210,7 @@ class CheckpointWriter:
         self.state.mkdir(parents=True, exist_ok=True)
 
     def _remove(self, ignore_errors: bool = False) -> None:
-        # the journal first: a kill halfway must not leave it speaking of shards that are gone
+        # the journal first: after a kill it must not list shards that no longer exist
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.partial, ignore_errors)
 
@@ -222,7 +222,7 @@ class CheckpointWriter:
         """
         steps, lines = {}, []
         if self._journal.exists():
-            # a line without its newline was cut by the kill
+            # a last line without a newline is incomplete: the run was killed while writing it
             for line in self._journal.read_text(errors="replace").split("\n")[:-1]:
                 try:
                     entry = json.loads(line)

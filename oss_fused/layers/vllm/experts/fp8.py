@@ -87,7 +87,7 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
             self.loader = ExpertsLoader(layer, "bf16" if self.online else "fp8")
             extra["weight_loader"] = self.loader.load
         else:
-            # vLLM's own loader takes gates and ups one by one, and must know what a scale is of
+            # vLLM's loader loads gates and ups separately, and needs the scope of a scale
             extra["quant_method"] = FusedMoeWeightScaleSupported.CHANNEL.value
 
         def register(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -163,7 +163,7 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
         return fp8_variant(tokens, layer.top_k, experts, layer.global_num_experts)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
-        """What vLLM's kernel must know of the weights; None where it takes no part."""
+        """Description of the weights for vLLM's kernel; None where that kernel is not used."""
         if self.on_cpu or self.native:
             return None
         return fp8_w8a8_moe_quant_config(

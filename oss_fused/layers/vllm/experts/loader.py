@@ -152,7 +152,7 @@ class ExpertsLoader:
             return self._slice(weight, dim=0, unit=2 * MXFP4_BLOCK)
         if kind == "w2_weight_scale" and self.layout == "fp8":
             return weight
-        # columns hold two values a byte, or one scale a block
+        # columns hold two values per byte, or one scale per block
         unit = MXFP4_BLOCK if self.layout != "mxfp4" else 1 if "scale" in kind else MXFP4_BLOCK // 2
         return self._slice(weight, dim=1, unit=unit)
 
