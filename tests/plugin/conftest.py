@@ -26,6 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 FP8 = torch.float8_e4m3fn
+HAS_GPU = torch.cuda.is_available()
 PROMPT = [3, 17, 42, 99, 5, 77, 23, 54, 61, 8, 30, 110]
 NEW_TOKENS = 4
 
@@ -288,6 +289,8 @@ def _spare_the_imports() -> None:
 
     vLLM freezes and unfreezes the heap around each engine, which would undo this.
     """
+    if HAS_GPU:
+        return  # the module of the CPU's worker changes what a GPU's needs
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
@@ -301,6 +304,8 @@ def _spare_the_imports() -> None:
 @functools.cache
 def _keep_kernel_overrides() -> None:
     """The first engine puts its CPU kernels into every module; the next ones need no search."""
+    if HAS_GPU:
+        return
     from vllm.triton_utils import dispatcher
 
     dispatcher.register_kernels = lambda overrides: None
