@@ -80,7 +80,7 @@ class Operand:
         if not fits:
             self._fail(name, value, dims)
         for size, dim in zip(shape, self.own):
-            if size != (dims.setdefault(dim, size) if dim.__class__ is str else dim):
+            if size != (dims.setdefault(dim, size) if isinstance(dim, str) else dim):
                 self._fail(name, value, dims)
         if value.dtype not in self.dtypes:
             self._check_dtype(name, value, args)
