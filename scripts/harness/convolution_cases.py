@@ -53,6 +53,7 @@ def convolution_rows() -> Iterator[dict[str, Any]]:
                     "problem": problem.label(),
                     "us": us,
                     "tflops": problem.flops / us * 1e-6,
+                    "value": f"{problem.flops / us * 1e-6:7.1f} TFLOPS",
                     "speedup": baseline / us,
                     "saved": problem.saved,
                     "expanded_bytes": problem.expanded_bytes,

@@ -340,13 +340,13 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             shape = f"{row['size']}^2"
             value = f"{row['gbps']:7.0f} GB/s {row['share']:6.1%} of copy"
         elif "problem" in row:
-            shape, value = row["problem"], f"{row['tflops']:7.1f} TFLOPS"
+            shape, value = row["problem"], row["value"]
         else:
             shape = f"D{row['dim']} N{row['length']}{' causal' if row['causal'] else ''}"
             value = f"{row.get('tflops', 0):7.1f} TFLOPS"
         line = f"{row['operation']:<15} {shape:<18} {row['implementation']:<18} "
         line += f"{row.get('us', 0):10.1f} us {value}"
         if "speedup" in row:
-            line += f" {row['speedup']:5.2f}x PyTorch"
+            line += f" {row['speedup']:5.2f}x baseline"
         lines.append(line + (f"  WRONG {row['error']}" if row["error"] else ""))
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What bench_operators makes of its rows."""
 
-from harness import convolution_cases
+from harness import convolution_cases, teaching_cases
 from harness import operator_cases as cases
 
 
@@ -48,7 +48,7 @@ def test_the_table_says_what_is_wrong():
 
 def convolution(implementation, layout, speedup, error=""):
     values = {"problem": f"32x64x64x56x3 {layout}", "speedup": speedup, "saved": 0.6, "us": 1.0}
-    return {**row("convolution", implementation, **values, tflops=3.0), "error": error}
+    return {**row("convolution", implementation, **values, value="3 TFLOPS"), "error": error}
 
 
 def test_figures_and_lines_of_convolution():
@@ -64,4 +64,6 @@ def test_figures_and_lines_of_convolution():
         "operators.conv.fused_bytes_saved": 0.6,
     }
     assert convolution_cases.figures(ROWS) == {}
+    fused = row("gemm epilogue", "bias and silu", fraction=0.97)
+    assert teaching_cases.figures([*ROWS, fused]) == {"operators.gemm_epilogue.fraction": 0.97}
     assert "32x64x64x56x3 nhwc" in cases.table(rows)
