@@ -61,27 +61,34 @@ def _softmax_kernel(
         target = out + row * n_cols + lane
         tl.store(target, round_to(y, dtype), mask=mask, cache_modifier=".cs")
     else:
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, n_cols, BLOCK):
-            wide, _ = _tile(x, row, in_rows, start + lane, stride_x, n_cols)
-            new_best = tl.maximum(best, tl.max(wide, 1))
-            if ONLINE:
-                safe = _finite(new_best)
-                total = total * tl.exp(best - safe) + tl.sum(tl.exp(wide - safe[:, None]), 1)
-            best = new_best
-        safe = _finite(best)[:, None]
-        if not ONLINE:
+        if ONLINE:
+            best = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
             for start in range(0, n_cols, BLOCK):
                 wide, _ = _tile(x, row, in_rows, start + lane, stride_x, n_cols)
-                total += tl.sum(tl.exp(wide - safe), 1)
+                new_best = tl.maximum(best, tl.max(wide, 1))
+                safe = _finite(new_best)
+                total = total * tl.exp(best - safe) + tl.sum(tl.exp(wide - safe[:, None]), 1)
+                best = new_best
+            safe = _finite(best)[:, None]
+        else:
+            # a maximum and a sum for each lane: one reduction after the loop, not one in each turn
+            bests = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+            for start in range(0, n_cols, BLOCK):
+                wide, _ = _tile(x, row, in_rows, start + lane, stride_x, n_cols)
+                bests = tl.maximum(bests, wide)
+            safe = _finite(tl.max(bests, 1))[:, None]
+            totals = tl.zeros([ROWS, BLOCK], tl.float32)
+            for start in range(0, n_cols, BLOCK):
+                wide, _ = _tile(x, row, in_rows, start + lane, stride_x, n_cols)
+                totals += tl.exp(wide - safe)
+            total = tl.sum(totals, 1)
+        # a row of -inf has no weight at all: 0 * (1 / 0) is NaN
         inverse = (1.0 / total)[:, None]
         for start in range(0, n_cols, BLOCK):
             cols = start + lane
             wide, mask = _tile(x, row, in_rows, cols, stride_x, n_cols)
             y = tl.exp(wide - safe) * inverse
-            # a row of -inf has no weight at all: 0 / 0
-            y = tl.where(total[:, None] == 0.0, float("nan"), y)
             tl.store(out + row * n_cols + cols, round_to(y, dtype), mask=mask)
 
 
