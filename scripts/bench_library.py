@@ -140,8 +140,7 @@ def render(folder: Path) -> None:
     saved = json.loads((folder / "library-suite.json").read_text())
     rows = [BenchmarkRow(**row) for row in saved["rows"]]
     report = make_report(rows, Ceilings(**saved["ceilings"]))
-    (folder / "library-suite.md").write_text(report.markdown(folder, "library-suite-"))
-    (folder / "library-suite.html").write_text(report.html())
+    report.write(folder, "library-suite", "library-suite-")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -150,6 +150,11 @@ class Report:
                 parts.append(f"![{block.label}]({name})")
         return "\n\n".join(parts) + "\n"
 
+    def write(self, folder: Path, name: str = "report", prefix: str = "") -> None:
+        """Write ``<name>.md`` with its charts (see ``markdown``) and ``<name>.html``."""
+        (folder / f"{name}.md").write_text(self.markdown(folder, prefix))
+        (folder / f"{name}.html").write_text(self.html())
+
     def html(self) -> str:
         """One page without outside files."""
         parts = [f"<h1>{_inline(self.title)}</h1>"]

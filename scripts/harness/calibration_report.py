@@ -128,9 +128,7 @@ def write_report(
         Path of report.html.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report = _make_report(record, quality, runs, thresholds or {})
-    (folder / "report.md").write_text(report.markdown(folder))
-    (folder / "report.html").write_text(report.html())
+    _make_report(record, quality, runs, thresholds or {}).write(folder)
     return folder / "report.html"
 
 

@@ -55,9 +55,7 @@ def write_folder(results: Mapping[str, Any], output: Path, logs: Path) -> None:
 
 def render(results: Mapping[str, Any], folder: Path) -> None:
     """Write report.md with its charts, and report.html, into ``folder``."""
-    report = make_report(results)
-    (folder / "report.md").write_text(report.markdown(folder))
-    (folder / "report.html").write_text(report.html())
+    make_report(results).write(folder)
 
 
 def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
@@ -289,6 +287,7 @@ def _method(report: Report, results: Mapping[str, Any]) -> None:
 
 
 def _charts(results: Mapping[str, Any]) -> dict[str, bytes]:
+    """Bars and points per load; none of a first token or throughput that is not steady."""
     cells = results["cells"]
     lengths = {(cell["input_len"], cell["output_len"]) for cell in cells}
     labels, xlabel = [_load(cell) for cell in cells], "concurrent requests x tokens in:out"
@@ -299,7 +298,12 @@ def _charts(results: Mapping[str, Any]) -> dict[str, bytes]:
     drawn = {}
     for name, (figure, unit, log) in _PANELS.items():
         series: dict[str, list[float | None]] = {
-            arm: [cell["arms"][arm]["figures"][figure] for cell in cells]
+            arm: [
+                cell["arms"][arm]["figures"][figure]
+                if figure == _TPOT or cell["arms"][arm]["steady"]
+                else None
+                for cell in cells
+            ]
             for arm in (*baselines, *candidates)
         }
         drawn[name] = charts.groups(labels, series, unit, name, xlabel, log=log)

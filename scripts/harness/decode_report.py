@@ -34,9 +34,7 @@ _READING = (
 
 def render(results: Mapping[str, Any], folder: Path) -> None:
     """Write report.md with its charts, and report.html, into ``folder``."""
-    report = make_report(results)
-    (folder / "report.md").write_text(report.markdown(folder))
-    (folder / "report.html").write_text(report.html())
+    make_report(results).write(folder)
 
 
 def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:

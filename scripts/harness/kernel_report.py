@@ -24,9 +24,7 @@ def write(results: Mapping[str, Any], folder: Path, summary: Path | None) -> Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "kernels.json", results)
-    report = make_report(results)
-    (folder / "kernels.md").write_text(report.markdown(folder, "kernels-"))
-    (folder / "kernels.html").write_text(report.html())
+    make_report(results).write(folder, "kernels", "kernels-")
     if summary is not None:
         merge_summary(summary, results["figures"], folder / "kernels.json")
 

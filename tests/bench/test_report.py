@@ -4,31 +4,12 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
-
-
-class Tags(HTMLParser):
-    """Counts tags, and fails where they do not nest."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: dict[str, int] = {}
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen[tag] = self.seen.get(tag, 0) + 1
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+from tests.tags import Tags
 
 
 @pytest.fixture

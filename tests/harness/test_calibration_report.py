@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +27,7 @@ from oss_fused.quant.record import (
     Percentiles,
     write_record,
 )
+from tests.tags import Tags
 
 
 def load(name: str) -> ModuleType:
@@ -112,25 +112,6 @@ def make_record(data: bool = True, layers: int = 6) -> CalibrationRecord:
         layers=tuple(states),
         mixes=mixes if data else (),
     )
-
-
-class Tags(HTMLParser):
-    """Counts tags, and fails where they do not nest."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: dict[str, int] = {}
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen[tag] = self.seen.get(tag, 0) + 1
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 def test_report_of_a_run_with_data(tmp_path):

@@ -97,7 +97,9 @@ def test_each_figure_meets_the_baseline_that_is_best_in_it() -> None:
     assert cell["arms"]["a"]["ratios"] == cell["arms"]["b"]["ratios"] == {}
 
 
-def test_an_unsteady_first_token_is_no_headline(results: dict[str, Any]) -> None:
+def test_an_unsteady_first_token_is_no_headline(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a baseline compiles while requests wait, its runs differ: no ratio is named of that."""
     measured = [timed("a", 0, 4.0, 90.0), timed("b", 0, 2.0, 10.0)]
     measured += [timed("a", 1, 4.0, 60.0), timed("b", 1, 2.0, 10.0)]
@@ -108,6 +110,14 @@ def test_an_unsteady_first_token_is_no_headline(results: dict[str, Any]) -> None
     assert "b, time per output token: **2.00x** for 1 x 8:4" in text
     assert "b, time to first token: not steady for 1 x 8:4" in text
     assert "Kernels may have been compiled" in text
+    drawn: list[Any] = []
+    monkeypatch.setattr(compare_report.charts, "groups", lambda *args, **_: drawn.append(args[1]))
+    compare_report.make_report(results | {"cells": cells})
+    assert drawn == [
+        {"a": [4.0], "b": [2.0]},
+        {"a": [None], "b": [10.0]},
+        {"a": [None], "b": [10.0]},
+    ]
 
 
 def test_summary_is_merged_flat(tmp_path: Path) -> None:
