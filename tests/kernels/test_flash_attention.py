@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels.flash_attention import backward as backward_kernel
+from oss_fused.kernels.flash_attention import forward as forward_kernel
 from oss_fused.kernels.flash_attention import reference
 from oss_fused.kernels.flash_attention.tile import Tiles
 from oss_fused.kernels.op import get_kernel
@@ -264,13 +266,24 @@ def test_strided_and_empty(device):
 def test_tiles_do_not_change_the_result(device):
     tensors = operands(n=40, m=70, device=device)
     want = forward("torch", tensors, causal=True, window_left=40)
-    from oss_fused.kernels.flash_attention.forward import flash_attention
-
     options = {**OFF, "causal": True, "window_left": 40}
     for tiles in (Tiles(16, 64, 4, 1), Tiles(64, 16, 4, 2)):
-        found = flash_attention(*tensors, *options.values(), config=tiles)
+        found = forward_kernel.flash_attention(*tensors, *options.values(), config=tiles)
         for ours, theirs in zip(found, want):
             assert_near(ours, theirs, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("limit", [99 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 160, 256])
+def test_tiles_fit_shared_memory(limit, dim, monkeypatch):
+    """Operands held, and each stage's keys and values, of sm_86 and of sm_90."""
+    gpu, block = torch.device("cuda"), min(128, 1 << (dim - 1).bit_length())
+    for module, held in ((forward_kernel, 1), (backward_kernel, 2)):
+        monkeypatch.setattr(module, "shared_memory", lambda device: limit)
+        tiles = module._tiles(gpu, torch.bfloat16, dim, dim)
+        used = 2 * block * (held * tiles.block_m + tiles.stages * 2 * tiles.block_n)
+        assert used <= limit and (dim <= 128 or tiles.stages == 1)
+    assert forward_kernel._tiles(gpu, torch.float32, dim, dim).block_m == 32
 
 
 def test_bad_arguments_are_named(device):

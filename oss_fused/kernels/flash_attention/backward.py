@@ -49,10 +49,14 @@ def _row_kernel(
     tl.store(log_sum + row, tl.where(weight == 0.0, float("inf"), found), mask=inside)
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, block: int) -> Tiles:
-    """The tile of a head block; queries and their gradients are in flight beside the keys held."""
+def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Tiles:
+    """The tile of a head size; queries and their gradients are in flight beside the keys held."""
     if device.type != "cuda" or dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
+    block = max(head_block(dim), head_block(dim_v))
+    if max(dim, dim_v) > block:
+        # further tiles of all four operands pass through shared memory
+        return Tiles(64, 64, 8, 1)
     held = 2 * 128 * block * dtype.itemsize
     stages = (shared_memory(device) - held) // (2 * 64 * block * dtype.itemsize)
     return Tiles(128, 64, 8, max(1, min(2, stages)))
@@ -115,10 +119,8 @@ def flash_attention_backward(
         drop_threshold(dropout_p),
         1.0 / (1.0 - dropout_p),
     )
-    tiles_q, tiles_kv = config or (
-        _tiles(q.device, q.dtype, block),
-        _swapped(_tiles(q.device, q.dtype, block)),
-    )
+    rule = _tiles(q.device, q.dtype, dim, dim_v)
+    tiles_q, tiles_kv = config or (rule, _swapped(rule))
     options = {
         "HEADS": heads,
         "GROUP": heads // kv_heads,

@@ -265,6 +265,9 @@ def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Ti
     if dtype == torch.float32:
         # no tensor cores: registers hold the products
         return Tiles(32, 32, 4, 1)
+    if head_tiles(dim) > 1:
+        # further tiles of queries and keys pass through shared memory
+        return Tiles(128, 64, 8, 1)
     columns = head_block(dim) + head_block(dim_v)
     held = 128 * head_block(dim) * dtype.itemsize
     block_n = 128
