@@ -3,6 +3,7 @@
 """Check a machine, and a checkpoint, before serving.
 
     doctor.py                                        the machine: versions, GPU, operators, tiles
+    doctor.py --hooks                                all that the plugin needs of vLLM, in a table
     doctor.py MODEL                                  and a checkpoint: files, shapes, scales, memory
     doctor.py MODEL --quantization oss_fp8 --smoke   and eight tokens from vLLM
 
@@ -21,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from oss_fused.environment import fingerprint
 from oss_fused.files import write_json
-from oss_fused.plugin.doctor import Options, diagnose, table
+from oss_fused.plugin.compat import check_hooks, vllm_package
+from oss_fused.plugin.doctor import Options, diagnose, hooks_table, table
 from oss_fused.plugin.preflight import FAIL
 
 
@@ -39,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=float, default=0.9, help="share (default: 0.9)")
     add("--trust-remote-code", action="store_true", help="the checkpoint may name Python code")
     add("--smoke", action="store_true", help="load the model in vLLM and generate eight tokens")
+    add("--hooks", action="store_true", help="print every hook of vLLM and whether it fits")
     add("--json", type=Path, metavar="FILE", help="write the checks and the environment here")
     return parser
 
@@ -53,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--tensor-parallel-size and --max-model-len: expected at least 1")
     if not 0 < args.gpu_memory_utilization <= 1:
         parser.error(f"--gpu-memory-utilization {args.gpu_memory_utilization}: expected 0 to 1")
+    if args.hooks:
+        results = check_hooks(vllm_package())
+        print(hooks_table(results), file=sys.stderr)
+        return 1 if any(result.problem for result in results) else 0
     output = args.json
-    del args.json
+    del args.json, args.hooks
     checks = []
     for check in diagnose(Options(**vars(args))):
         print(table([check]), file=sys.stderr, flush=True)

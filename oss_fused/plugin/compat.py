@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import logging
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
 
+import oss_fused
 from oss_fused import envs
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
+from oss_fused.plugin import hooks
+from oss_fused.plugin.signatures import Package, missing_arguments, takes
 
-# the release whose extension points plugin/ was written for and run with
-SUPPORTED_VLLM = "0.32"
+# the releases with which the tests ran; CONTRIBUTING.md says how the next one is taken in
+TESTED_VLLM = ("0.32.0", "0.33.0")
 # FP8 tensor cores: Ada (8.9), Hopper (9.0) and later
 MIN_CAPABILITY = 89
 
@@ -19,23 +26,105 @@ MIN_CAPABILITY = 89
 logger = logging.getLogger(__name__)
 
 
-def check_vllm() -> None:
-    """Refuse a vLLM whose extension points may differ.
+@dataclass(frozen=True)
+class HookResult:
+    """One hook of vLLM: its path, its signature or kind, and what is wrong with it, if anything."""
+
+    path: str
+    found: str
+    problem: str = ""
+
+
+def vllm_package() -> Package:
+    """The sources of the installed vLLM.
 
     Raises:
-        BackendUnavailableError: vLLM is missing, or of another release.
+        BackendUnavailableError: it is not installed.
     """
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         raise BackendUnavailableError(
-            f"vllm is not installed; expected vllm {SUPPORTED_VLLM}.*: pip install "
-            f"'vllm=={SUPPORTED_VLLM}.*'"
-        ) from None
-    if version.split("+")[0].split(".")[:2] != SUPPORTED_VLLM.split("."):
+            f"vllm is not installed; expected vllm {' or '.join(TESTED_VLLM)}: pip install "
+            f"vllm=={TESTED_VLLM[0]}"
+        )
+    return Package(Path(spec.submodule_search_locations[0]), "vllm")
+
+
+def check_hooks(vllm: Package) -> list[HookResult]:
+    """Compare every hook of hooks.py with the sources of ``vllm``; imports nothing of it."""
+    ours = Package(Path(oss_fused.__file__).parent, "oss_fused")
+    results = [_check_call(vllm, path, call) for path, call in hooks.CALLED.items()]
+    pairs = list(hooks.REPLACED.items())
+    for (theirs, mine), names in hooks.OVERRIDDEN.items():
+        pairs += [(f"{theirs}.{name}", f"{mine}.{name}") for name in names.split()]
+    for theirs, mine in pairs:
+        results.append(_check_override(vllm, theirs, ours, mine, theirs in hooks.REPLACED))
+    for path, names in hooks.READ.items():
+        members = [f"{path}.{name}" for name in names.split()]
+        for member in members if path in hooks.CALLED else [path, *members]:
+            found = vllm.find(member)
+            results.append(
+                HookResult(member, "missing", "is missing")
+                if found is None
+                else HookResult(member, type(found.node).__name__)
+            )
+    return results
+
+
+def _check_call(vllm: Package, path: str, call: str) -> HookResult:
+    signature = vllm.signature(path)
+    if signature is None:
+        return HookResult(path, "missing", "is missing")
+    if not takes(signature, call):
+        return HookResult(path, str(signature), f"takes {signature}; expected to take ({call})")
+    return HookResult(path, str(signature))
+
+
+def _check_override(
+    vllm: Package, path: str, ours: Package, mine: str, gets_original: bool
+) -> HookResult:
+    theirs, taken = vllm.signature(path), ours.signature(mine)
+    if theirs is None or taken is None:
+        return HookResult(path, "missing", "is missing")
+    given = list(theirs.parameters.values())
+    if gets_original:
+        taken = taken.replace(parameters=list(taken.parameters.values())[1:])
+        method = vllm.find(path)
+        if method is not None and method.owner:
+            taken = taken.replace(parameters=list(taken.parameters.values())[1:])
+    missing = missing_arguments(taken, theirs.replace(parameters=given))
+    problem = f"has {', '.join(missing)}, which {mine} lacks" if missing else ""
+    return HookResult(path, str(theirs), problem)
+
+
+def check_vllm() -> None:
+    """Refuse a vLLM that lacks a hook, or has one with another signature.
+
+    A release in TESTED_VLLM was compared when it was tested, and is not compared at each start.
+
+    Raises:
+        BackendUnavailableError: vLLM is missing, or a hook is; names the first one.
+    """
+    package = vllm_package()
+    version = importlib.metadata.version("vllm")
+    if version.split("+")[0] in TESTED_VLLM:
+        return
+    results = check_hooks(package)
+    wrong = [result for result in results if result.problem]
+    tested = " or ".join(TESTED_VLLM)
+    if wrong:
+        more = f" ({len(wrong) - 1} more: scripts/doctor.py --hooks)" if wrong[1:] else ""
         raise BackendUnavailableError(
-            f"vllm=={version}: oss_fused works with vllm {SUPPORTED_VLLM}.*; install that, or an "
-            f"oss_fused for your vllm, or set VLLM_PLUGINS to leave oss_fused out"
+            f"vllm=={version}: {wrong[0].path} {wrong[0].problem}{more}; install vllm {tested}, or "
+            f"an oss_fused for your vllm, or set VLLM_PLUGINS to leave oss_fused out"
+        )
+    if multiprocessing.parent_process() is None:
+        logger.warning(
+            "oss_fused was not tested with vllm==%s, but all %d hooks that it uses are there; "
+            "tested: %s",
+            version,
+            len(results),
+            tested,
         )
 
 

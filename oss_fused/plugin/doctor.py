@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
 from oss_fused.plugin import preflight
 from oss_fused.plugin.checkpoint import check_checkpoint
-from oss_fused.plugin.compat import check_vllm
+from oss_fused.plugin.compat import TESTED_VLLM, HookResult, check_hooks, vllm_package
 from oss_fused.plugin.preflight import FAIL, OK, SKIP, WARN, Check, guarded
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 
@@ -93,9 +94,26 @@ def table(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
+def hooks_table(results: Sequence[HookResult]) -> str:
+    """Each hook of vLLM, its signature or kind, and what is wrong with it."""
+    return "\n".join(
+        f"{FAIL if r.problem else OK:5} {r.path} {r.problem or r.found}" for r in results
+    )
+
+
 def _check_vllm() -> Check:
-    check_vllm()
-    return Check("vllm", OK, "a release that this plugin knows")
+    version = importlib.metadata.version("vllm")
+    results = check_hooks(vllm_package())
+    wrong = [f"{result.path} {result.problem}" for result in results if result.problem]
+    tested = f"install vllm {' or '.join(TESTED_VLLM)}, or an oss_fused for your vllm"
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if wrong[1:] else ""
+        return Check("vllm", FAIL, f"{version}: {wrong[0]}{more}", f"{tested}; --hooks lists all")
+    known = version.split("+")[0] in TESTED_VLLM
+    text = f"{version}: all {len(results)} hooks fit"
+    if known:
+        return Check("vllm", OK, f"{text}; a tested release")
+    return Check("vllm", WARN, f"{text}, but nobody tested this release", tested)
 
 
 def _check_nccl() -> Check:

@@ -212,9 +212,6 @@ class OssGptOssModel(GptOssModel):
         return loaded
 
     def _load_one(self, name: str, weight: torch.Tensor, params: dict[str, Any]) -> str | None:
-        if name.endswith(".sinks"):
-            heads = self.config.num_attention_heads // get_tensor_model_parallel_world_size()
-            weight = weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
         for part in ("q", "k", "v"):
             fused = name.replace(f".{part}_proj.", ".qkv_proj.")
             if fused != name and fused in params:
@@ -231,6 +228,24 @@ class OssGptOssModel(GptOssModel):
         return name
 
 
+def take_sinks(model: nn.Module) -> None:
+    """Load the attention sinks of ``model`` with load_sinks.
+
+    vLLM takes a rank's heads in the model's load_weights (0.32) or in a loader of the parameter
+    (0.33); with ours and that one they would be taken twice.
+    """
+    for name, param in model.named_parameters():
+        if name.endswith(".sinks"):
+            param.weight_loader = load_sinks  # type: ignore[attr-defined]
+
+
+def load_sinks(param: torch.Tensor, weight: torch.Tensor) -> None:
+    """Load this rank's heads of the attention sinks ``weight`` of all heads, [heads]."""
+    heads = weight.shape[0] // get_tensor_model_parallel_world_size()
+    rank = get_tensor_model_parallel_rank()
+    default_weight_loader(param, weight.narrow(0, rank * heads, heads))
+
+
 class OssGptOssForCausalLM(_OssModel, GptOssForCausalLM):
     """gpt-oss, with a quantised head and a loader for every layout of experts."""
 
@@ -239,6 +254,7 @@ class OssGptOssForCausalLM(_OssModel, GptOssForCausalLM):
         # same layers, another load_weights: building a second decoder would register each
         # attention layer twice
         self.model.__class__ = OssGptOssModel
+        take_sinks(self.model)
         # vLLM builds this head without the quantisation config
         self.lm_head = ParallelLMHead(
             self.config.vocab_size,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import runpy
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from oss_fused.plugin import doctor, preflight
+from oss_fused.plugin.compat import HookResult
 from tests.plugin.conftest import build, calibrate, edit, tensors_of
 
 GPU = torch.cuda.is_available()
@@ -73,6 +75,25 @@ def test_too_little_memory(monkeypatch) -> None:
     monkeypatch.setattr(preflight, "free_gib", lambda utilization: 1.0)
     check = preflight.check_memory({"weights": 0.9, "overhead": 0.5}, 0.9)
     assert check.status == "fail" and "1.40 GiB" in check.detail and check.remedy
+
+
+def test_hooks_of_vllm(monkeypatch, capsys) -> None:
+    fits = HookResult("vllm.a:f", "(x)")
+    gone = HookResult("vllm.b:g", "missing", "is missing")
+    # the script has names of its own
+    for holder in (vars(doctor), main.__globals__):
+        monkeypatch.setitem(holder, "check_hooks", lambda package: results)
+    results = [fits, gone]
+    assert main(["--hooks"]) == 1
+    assert "ok    vllm.a:f (x)\nfail  vllm.b:g is missing" in capsys.readouterr().err
+    check = doctor._check_vllm()
+    assert check.status == "fail" and "vllm.b:g is missing" in check.detail
+    results = [fits]
+    assert main(["--hooks"]) == 0
+    assert doctor._check_vllm().status == "ok"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.34.0")
+    check = doctor._check_vllm()
+    assert check.status == "warn" and "0.32.0 or 0.33.0" in check.remedy
 
 
 def test_unknown_setting_is_a_warning(monkeypatch) -> None:

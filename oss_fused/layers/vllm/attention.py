@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.kv_cache import (
     BaseKVCacheMethod,
     KVCacheScaleParameter,
 )
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.checks import checked_loader

@@ -36,8 +36,8 @@ from vllm.utils.torch_utils import (
     _encode_layer_name,
     _resolve_layer_name,
     direct_register_custom_op,
-    is_quantized_kv_cache,
 )
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: MIT
+"""Everything of vLLM that this package depends on.
+
+compat.py compares these lists with the installed vLLM, and CONTRIBUTING.md says how they take a new
+release in. A path is ``package.module:Class.member``, spelled as this package imports it.
+"""
+
+from __future__ import annotations
+
+_LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.model_executor.models"
+_MOE = f"{_LAYERS}.fused_moe"
+_QUANT = f"{_LAYERS}.quantization"
+_LOADER = "vllm.model_executor.model_loader"
+_WORKER = "vllm.v1.worker.gpu"
+_OSS = "oss_fused.layers.vllm"
+
+# what vLLM's engine gives a scheduler class, and make_scheduler passes on
+_SCHEDULER = (
+    "vllm_config=0, kv_cache_config=0, structured_output_manager=0, block_size=0, "
+    "hash_block_size=0, include_finished_set=0, log_stats=0"
+)
+
+# function, method or class -> the arguments with which we call it
+CALLED = {
+    "vllm.config:get_current_vllm_config": "",
+    "vllm.config:set_current_vllm_config": "vllm_config",
+    "vllm.distributed:get_tensor_model_parallel_rank": "",
+    "vllm.distributed:get_tensor_model_parallel_world_size": "",
+    "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary": "",
+    "vllm.distributed.parallel_state:get_pp_group": "",
+    "vllm.distributed.parallel_state:get_tp_group": "",
+    "vllm.distributed.parallel_state:model_parallel_is_initialized": "",
+    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": "app, tokens",
+    "vllm.logger:init_logger": "name",
+    f"{_LAYERS}.attention.attention:get_attention_context": "layer_name",
+    f"{_LAYERS}.attention.attention:unified_attention_with_output": "q, k, v, output, layer_name",
+    f"{_LAYERS}.fusion.quant_activation:QuantizedActivation": (
+        "data=0, scale=0, orig_dtype=0, orig_shape=0, quant_key=0"
+    ),
+    f"{_LAYERS}.fusion.quant_activation:get_input_quant_key": "layer",
+    f"{_LAYERS}.linear:register_weight_loader_v2_supported_method": "cls",
+    f"{_MOE}:FusedMoEMethodBase": "moe",
+    f"{_MOE}:RoutedExperts._expert_routing_tables": "",
+    f"{_MOE}:RoutedExperts._map_global_expert_id_to_local_expert_id": "expert",
+    f"{_MOE}.all2all_utils:maybe_make_prepare_finalize": (
+        "moe=0, quant_config=0, routing_tables=0, allow_new_interface=0, use_monolithic=0"
+    ),
+    f"{_MOE}.config:fp8_w8a8_moe_quant_config": (
+        "w1_scale=0, w2_scale=0, w1_bias=0, w2_bias=0, per_act_token_quant=0, per_out_ch_quant=0"
+    ),
+    f"{_MOE}.experts.triton_moe:TritonExperts": "moe_config=0, quant_config=0",
+    f"{_MOE}.modular_kernel:FusedMoEKernel": "prepare_finalize, experts",
+    f"{_MOE}.modular_kernel:FusedMoEKernel.apply": (
+        "hidden_states=0, w1=0, w2=0, topk_weights=0, topk_ids=0, activation=0, "
+        "apply_router_weight_on_input=0, global_num_experts=0, expert_map=0, shared_experts=0, "
+        "shared_experts_input=0"
+    ),
+    f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "moe",
+    f"{_QUANT}:register_quantization_config": "name",
+    f"{_QUANT}.kv_cache:BaseKVCacheMethod": "quant_config",
+    f"{_QUANT}.kv_cache:KVCacheScaleParameter": "",
+    f"{_QUANT}.mxfp4:GptOssMxfp4MoEMethod": "moe",
+    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": (
+        "vocab_size, hidden_size, quant_config=0, prefix=0"
+    ),
+    f"{_LOADER}.reload.layerwise:_get_original_loader": "tensor",
+    f"{_LOADER}.reload.layerwise:get_layerwise_info": "layer",
+    f"{_LOADER}.reload.utils:get_layer_tensors": "layer",
+    f"{_LOADER}.weight_utils:default_weight_loader": "param, weight",
+    f"{_LOADER}.weight_utils:remap_moe_expert_weights": "weights, params",
+    f"{_MODELS}.config:VerifyAndUpdateConfig.verify_and_update_config": "vllm_config",
+    f"{_MODELS}.gpt_oss:GptOssForCausalLM": "vllm_config=0, prefix=0",
+    f"{_MODELS}.gpt_oss:GptOssForCausalLM.load_weights": "weights",
+    f"{_MODELS}.gpt_oss:GptOssModel._try_load_streamed_expert": "name, weight, params, loaded",
+    f"{_MODELS}.llama:LlamaForCausalLM": "vllm_config=0, prefix=0",
+    f"{_MODELS}.mistral:MistralForCausalLM": "vllm_config=0, prefix=0",
+    f"{_MODELS}.qwen2:Qwen2ForCausalLM": "vllm_config=0, prefix=0",
+    f"{_MODELS}.qwen3:Qwen3ForCausalLM": "vllm_config=0, prefix=0",
+    f"{_MODELS}.registry:_ModelRegistry.register_model": "architecture, model_class",
+    f"{_MODELS}.utils:is_pp_missing_parameter": "name, model",
+    "vllm.model_executor.parameter:ChannelQuantScaleParameter": (
+        "data=0, output_dim=0, weight_loader=0"
+    ),
+    "vllm.model_executor.parameter:ModelWeightParameter": (
+        "data=0, input_dim=0, output_dim=0, weight_loader=0"
+    ),
+    "vllm.model_executor.parameter:PerTensorScaleParameter": "data=0, weight_loader=0",
+    "vllm.model_executor.utils:replace_parameter": "layer, name, tensor",
+    "vllm.model_executor.utils:set_weight_attrs": "weight, attributes",
+    "vllm.transformers_utils.config:get_config": "model, trust_remote_code=0, revision=0",
+    "vllm.utils.import_utils:resolve_obj_by_qualname": "name",
+    "vllm.utils.torch_utils:_encode_layer_name": "name",
+    "vllm.utils.torch_utils:_resolve_layer_name": "name",
+    "vllm.utils.torch_utils:direct_register_custom_op": (
+        "name, function, mutates_args=0, fake_impl=0, target_lib=0"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+        "request, num_new_tokens, num_lookahead_tokens=0"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
+    "vllm.v1.core.sched.scheduler:Scheduler": _SCHEDULER,
+    "vllm.v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
+    f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor": (
+        "cg_mode=0, num_tokens=0, num_reqs=0, num_active_loras=0, num_ubatches=0"
+    ),
+    f"{_WORKER}.sample.output:SamplerOutput": (
+        "sampled_token_ids=0, logprobs_tensors=0, num_nans=0, num_sampled=0, num_rejected=0"
+    ),
+    f"{_WORKER}.sample.sampler:Sampler.get_logprobs_dims": "idx_mapping_np",
+    f"{_WORKER}.sample.sampler:Sampler.sample": (
+        "logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, "
+        "expanded_local_pos, seq_lens"
+    ),
+}
+
+_PLUGIN = "oss_fused.plugin"
+_METHOD = "process_weights_after_loading"
+
+# class of vLLM, class of ours in its place -> the methods of ours, which must take its arguments
+OVERRIDDEN = {
+    (f"{_MOE}:FusedMoEMethodBase", f"{_OSS}.experts.fp8:OssFp8MoEMethod"): (
+        f"apply apply_monolithic create_weights get_fused_moe_quant_config is_monolithic {_METHOD}"
+    ),
+    (f"{_MOE}:FusedMoEMethodBase", f"{_OSS}.experts.mxfp4:OssMxfp4MoEMethod"): (
+        "apply_monolithic create_weights get_fused_moe_quant_config is_monolithic "
+        f"maybe_roundup_sizes {_METHOD}"
+    ),
+    (
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        f"{_OSS}.experts.choice:VllmBf16MoEMethod",
+    ): f"create_weights {_METHOD}",
+    (
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        f"{_OSS}.unquantized:OssUnquantizedMoEMethod",
+    ): "create_weights",
+    (
+        f"{_QUANT}.mxfp4:GptOssMxfp4MoEMethod",
+        f"{_OSS}.experts.choice:VllmMxfp4MoEMethod",
+    ): f"create_weights {_METHOD}",
+    (f"{_LAYERS}.linear:LinearMethodBase", f"{_OSS}.linear:OssFp8LinearMethod"): (
+        f"apply create_weights tie_weights {_METHOD}"
+    ),
+    (
+        f"{_LAYERS}.linear:UnquantizedLinearMethod",
+        f"{_OSS}.unquantized:OssUnquantizedLinearMethod",
+    ): f"create_weights {_METHOD}",
+    (
+        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        f"{_OSS}.unquantized:OssUnquantizedEmbeddingMethod",
+    ): "create_weights",
+    (f"{_QUANT}.base_config:QuantizationConfig", f"{_PLUGIN}.config:OssFp8Config"): (
+        "from_config get_config_filenames get_min_capability get_name get_quant_method "
+        "get_supported_act_dtypes maybe_update_config override_quantization_method"
+    ),
+    (f"{_QUANT}.base_config:QuantizeMethodBase", f"{_PLUGIN}.models:_BeforeLayers"): (
+        f"apply create_weights {_METHOD}"
+    ),
+    (f"{_QUANT}.kv_cache:BaseKVCacheMethod", f"{_OSS}.kv_cache:OssFp8KVCacheMethod"): (
+        f"create_weights {_METHOD}"
+    ),
+    (
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        f"{_OSS}.attention:OssAttentionImpl",
+    ): f"forward {_METHOD}",
+    (f"{_MODELS}.gpt_oss:GptOssForCausalLM", f"{_PLUGIN}.models:OssGptOssForCausalLM"): (
+        "compute_logits load_weights"
+    ),
+    (f"{_MODELS}.gpt_oss:GptOssModel", f"{_PLUGIN}.models:OssGptOssModel"): "load_weights",
+    (f"{_MODELS}.gpt_oss:OAIAttention", f"{_OSS}.rope_attention:OssOAIAttention"): "forward",
+    (f"{_MODELS}.gpt_oss:TransformerBlock", f"{_OSS}.decoder:OssTransformerBlock"): "forward",
+    (f"{_MODELS}.llama:LlamaAttention", f"{_OSS}.rope_attention:OssLlamaAttention"): "forward",
+    (f"{_MODELS}.llama:LlamaDecoderLayer", f"{_OSS}.decoder:OssLlamaDecoderLayer"): "forward",
+    (f"{_MODELS}.llama:LlamaForCausalLM", f"{_PLUGIN}.models:OssLlamaForCausalLM"): (
+        "compute_logits load_weights"
+    ),
+    (f"{_MODELS}.mistral:MistralAttention", f"{_OSS}.rope_attention:OssMistralAttention"): (
+        "forward"
+    ),
+    (f"{_MODELS}.mistral:MistralDecoderLayer", f"{_OSS}.decoder:OssMistralDecoderLayer"): "forward",
+    (f"{_MODELS}.mistral:MistralForCausalLM", f"{_PLUGIN}.models:OssMistralForCausalLM"): (
+        "compute_logits load_weights"
+    ),
+    (f"{_MODELS}.qwen2:Qwen2Attention", f"{_OSS}.rope_attention:OssQwen2Attention"): "forward",
+    (f"{_MODELS}.qwen2:Qwen2DecoderLayer", f"{_OSS}.decoder:OssQwen2DecoderLayer"): "forward",
+    (f"{_MODELS}.qwen2:Qwen2ForCausalLM", f"{_PLUGIN}.models:OssQwen2ForCausalLM"): (
+        "compute_logits load_weights"
+    ),
+    (f"{_MODELS}.qwen3:Qwen3Attention", f"{_OSS}.rope_attention:OssQwen3Attention"): "forward",
+    (f"{_MODELS}.qwen3:Qwen3DecoderLayer", f"{_OSS}.decoder:OssQwen3DecoderLayer"): "forward",
+    (f"{_MODELS}.qwen3:Qwen3ForCausalLM", f"{_PLUGIN}.models:OssQwen3ForCausalLM"): (
+        "compute_logits load_weights"
+    ),
+    (
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        f"{_PLUGIN}.scheduler:StepKVCacheManager",
+    ): "allocate_slots cache_blocks",
+    (
+        f"{_WORKER}.model_states.default:DefaultModelState",
+        f"{_PLUGIN}.model_state:OssModelState",
+    ): "capture_inner_cudagraphs custom_sampler prepare_attn",
+    (f"{_WORKER}.sample.sampler:Sampler", f"{_PLUGIN}.model_state:OssSampler"): "__call__",
+}
+
+# function that we replace, and the function that runs in its place: it gets the original first
+REPLACED = {
+    f"{_LOADER}.reload.layerwise:initialize_layerwise_reload": f"{_OSS}.reload:_initialize",
+    f"{_LOADER}.reload.layerwise:finalize_layerwise_reload": f"{_OSS}.reload:_finalize",
+    f"{_LOADER}.reload.layerwise:materialize_layer": f"{_OSS}.reload:_materialize",
+    f"{_LOADER}.utils:record_metadata_for_reloading": f"{_OSS}.reload:_record",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.reset_weight_update_target": (
+        f"{_OSS}.reload:_reset_target"
+    ),
+}
+
+# class, module or value -> the members that we read
+READ = {
+    "vllm:LLM": "generate",
+    "vllm:ModelRegistry": "",
+    "vllm:SamplingParams": "",
+    "vllm.config:VllmConfig": (
+        "additional_config compilation_config kv_transfer_config lora_config model_config "
+        "parallel_config quant_config scheduler_config speculative_config use_v2_model_runner"
+    ),
+    "vllm.config.compilation:CUDAGraphMode": "FULL NONE mixed_mode",
+    "vllm.config.compilation:CompilationConfig": (
+        "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
+    ),
+    "vllm.config.model:ModelConfig": (
+        "dtype get_hidden_size hf_config is_mm_prefix_lm max_model_len quantization rswa_window "
+        "runner_type trust_remote_code"
+    ),
+    "vllm.config.parallel:ParallelConfig": (
+        "data_parallel_rank pipeline_parallel_size rank use_ubatching worker_cls world_size"
+    ),
+    "vllm.config.scheduler:SchedulerConfig": (
+        "async_scheduling max_num_batched_tokens scheduler_cls"
+    ),
+    "vllm.envs:VLLM_BATCH_INVARIANT": "",
+    f"{_LAYERS}.activation:SiluAndMul": "",
+    f"{_LAYERS}.attention:Attention": (
+        "head_size head_size_v impl kv_cache_dtype kv_cache_torch_dtype "
+        "kv_sharing_target_layer_name layer_name num_heads num_kv_heads query_quant"
+    ),
+    f"{_LAYERS}.layernorm:RMSNorm": "variance_epsilon weight",
+    f"{_LAYERS}.linear:LinearBase": "",
+    f"{_LAYERS}.linear:MergedColumnParallelLinear": "",
+    f"{_LAYERS}.linear:QKVParallelLinear": "",
+    f"{_LAYERS}.linear:RowParallelLinear": "",
+    f"{_LAYERS}.rotary_embedding:RotaryEmbedding": (
+        "cos_sin_cache forward_cuda forward_native head_size is_neox_style rotary_dim "
+        "use_flashinfer"
+    ),
+    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": "num_org_embeddings_per_partition",
+    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding": "",
+    f"{_MOE}:FusedMoEConfig": (
+        "has_bias hidden_dim hidden_dim_unpadded in_dtype intermediate_size_per_partition "
+        "is_lora_enabled moe_backend moe_parallel_config dp_size"
+    ),
+    f"{_MOE}:FusedMoEQuantConfig": "",
+    f"{_MOE}:FusedMoeWeightScaleSupported": "CHANNEL",
+    f"{_MOE}:GateLinear": "is_unquantized",
+    f"{_MOE}:MoEActivation": "SILU SWIGLUOAI",
+    f"{_MOE}:RoutedExperts": (
+        "activation apply_router_weight_on_input ckpt_down_proj_name ckpt_gate_proj_name "
+        "ckpt_up_proj_name custom_routing_function e_score_correction_bias expert_map "
+        "expert_map_manager global_num_experts moe_config renormalize scoring_func swiglu_alpha "
+        "swiglu_beta swiglu_limit top_k use_grouped_topk"
+    ),
+    f"{_MOE}.config:FusedMoEParallelConfig": (
+        "all2all_backend enable_eplb pcp_size tp_rank tp_size use_ag_rs_all2all_kernels "
+        "use_all2all_kernels"
+    ),
+    f"{_QUANT}.base_config:QuantizeMethodBase": "",
+    f"{_QUANT}.utils.quant_utils:kFp8DynamicTokenSym": "",
+    f"{_QUANT}.utils.quant_utils:kFp8StaticTensorSym": "",
+    f"{_LOADER}:reload": "initialize_layerwise_reload finalize_layerwise_reload",
+    f"{_LOADER}.reload:inplace": "initialize_layerwise_reload finalize_layerwise_reload",
+    f"{_LOADER}.reload:layerwise": "LOADING_LAYERS",
+    f"{_LOADER}.reload.types:LayerReloadingInfo": "can_load loaded_weights reset restore_metadata",
+    f"{_MODELS}.config:MODELS_CONFIG_MAP": "",
+    f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
+    f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
+    f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
+    "vllm.platforms:current_platform": "",
+    "vllm.platforms.interface:Platform": (
+        "device_name get_device_capability get_device_name is_cpu is_cuda is_device_capability"
+    ),
+    "vllm.utils.torch_utils:LayerNameType": "",
+    "vllm.v1.attention.backend:AttentionType": "DECODER",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
+        "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
+        "num_kv_heads scale sinks sliding_window"
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
+        "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
+        "rswa_prefix_lens seq_lens"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "block_pool coordinator empty_kv_cache_blocks enable_caching"
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager",
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "block_pool block_size num_cached_block req_to_blocks"
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": (
+        "extra_retained_tokens sliding_window"
+    ),
+    "vllm.v1.request:Request": (
+        "num_computed_tokens num_in_flight_tokens num_tokens request_id status"
+    ),
+    "vllm.v1.request:RequestStatus": "RUNNING",
+    f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "dispatch",
+    f"{_WORKER}.input_batch:InputBatch": (
+        "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "
+        "num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"
+    ),
+    f"{_WORKER}.model_states.default:DefaultModelState": (
+        "device dtype max_num_reqs model model_config vllm_config"
+    ),
+    f"{_WORKER}.sample.sampler:Sampler": "compute_nans return_sampling_mask trace_replay_state",
+}
