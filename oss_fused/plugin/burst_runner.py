@@ -49,10 +49,14 @@ class BurstRunner(GPUModelRunner):
         self.burst = getattr(scheduler_output, "burst", 1)
         return super().execute_model(scheduler_output, *args, **options)
 
-    def prepare_inputs(self, scheduler_output: Any, state: Any, desc: Any, loras: int) -> Any:
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
+    ) -> Any:
         """As GPUModelRunner; remembers the graph."""
-        self._desc = desc
-        return super().prepare_inputs(scheduler_output, state, desc, loras)
+        self._desc = batch_desc
+        return super().prepare_inputs(
+            scheduler_output, batch_req_state, batch_desc, num_active_loras
+        )
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """As GPUModelRunner; remembers tables and slots, and starts the clock."""

@@ -201,6 +201,16 @@ OVERRIDDEN = {
         f"{_PLUGIN}.model_state:OssModelState",
     ): "capture_inner_cudagraphs custom_sampler prepare_attn",
     (f"{_WORKER}.sample.sampler:Sampler", f"{_PLUGIN}.model_state:OssSampler"): "__call__",
+    (
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        f"{_PLUGIN}.burst:BurstScheduler",
+    ): "_free_request _update_after_schedule add_request schedule update_from_output",
+    (f"{_WORKER}.model_runner:GPUModelRunner", f"{_PLUGIN}.burst_runner:BurstRunner"): (
+        "execute_model initialize_kv_cache prepare_attn prepare_inputs sample sample_tokens"
+    ),
+    ("vllm.v1.worker.gpu_worker:Worker", f"{_PLUGIN}.burst_runner:BurstWorker"): (
+        "_make_model_runner"
+    ),
 }
 
 # function that we replace, and the function that runs in its place: it gets the original first
@@ -283,6 +293,8 @@ READ = {
     f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
     f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
+    "vllm.forward_context:BatchDescriptor": "",
+    "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",
     "vllm.platforms.interface:Platform": (
         "device_name get_device_capability get_device_name is_cpu is_cuda is_device_capability"
@@ -301,7 +313,10 @@ READ = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager",
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "current_step kv_cache_manager max_model_len num_lookahead_tokens requests running"
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "block_pool block_size num_cached_block req_to_blocks"
@@ -310,9 +325,15 @@ READ = {
         "extra_retained_tokens sliding_window"
     ),
     "vllm.v1.request:Request": (
-        "num_computed_tokens num_in_flight_tokens num_tokens request_id status"
+        "max_tokens next_decode_eligible_step num_computed_tokens num_in_flight_tokens "
+        "num_output_placeholders num_prompt_tokens num_stale_output_tokens num_tokens request_id "
+        "status"
     ),
     "vllm.v1.request:RequestStatus": "RUNNING",
+    "vllm.v1.engine:EngineCoreOutputs": "",
+    "vllm.v1.metrics.stats:IterationStats": "",
+    "vllm.v1.outputs:ModelRunnerOutput": "",
+    f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
         "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "

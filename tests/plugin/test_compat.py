@@ -108,6 +108,7 @@ def test_every_import_of_vllm_is_listed(installed, results):
 
 
 def test_every_override_of_vllm_is_listed():
+    import oss_fused.plugin.burst_runner
     import oss_fused.plugin.models
     import oss_fused.plugin.scheduler  # noqa: F401
 
