@@ -27,7 +27,7 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_BACKEND": Variable(
         "auto",
         ("auto", "torch", "triton"),
-        "kernel backend: auto takes triton on a GPU and torch elsewhere",
+        "kernel backend: auto takes triton on a GPU, cpu or torch elsewhere",
     ),
     "OSS_FUSED_MONITOR_DIR": Variable(
         "",

@@ -124,6 +124,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="requests per load: one number, or one per concurrency (default: 4 x it, >= 8)",
     )
+    add(
+        "--question",
+        nargs="+",
+        default=[compare.QUESTION],
+        help=f"asked of every server once (default: {compare.QUESTION})",
+    )
     add("--rounds", type=positive, default=2, help="times every arm is served (default: 2)")
     add("--repeats", type=positive, default=1, help="runs of the grid per round (default: 1)")
     add(
@@ -283,6 +289,7 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         arms=args.arm,
         grid=args.grid,
         rounds=args.rounds,
+        questions=args.question,
         repeats=args.repeats,
         warmups=args.warmups,
         together=args.together,

@@ -39,6 +39,7 @@ ONLY_IN = {
     "vllm": ("oss_fused/layers/vllm/", "oss_fused/plugin/"),
     "triton": ("oss_fused/kernels/",),
     "tilelang": ("oss_fused/kernels/",),
+    "numba": ("oss_fused/kernels/",),
     # measuring code is not installed
     "harness": (),
 }

@@ -28,10 +28,11 @@ from oss_fused.kernels.contract import Contract, Rule
 # counts where vLLM runs a layer outside CUDA graphs (lm_head)
 LIBRARY = torch.library.Library("oss_fused", "DEF")
 
-REFERENCE = "torch"
+REFERENCE, CPU = "torch", "cpu"
 # backend -> what it needs
 BACKENDS = {
     REFERENCE: "nothing",
+    CPU: "the package numba, and no NVIDIA GPU",
     "triton": "the package triton and an NVIDIA GPU, or TRITON_INTERPRET=1 on a CPU",
     "cuda": "an NVIDIA GPU",
     "tilelang": 'an NVIDIA GPU, nvcc and TileLang: pip install "oss-fused[tilelang]"',
@@ -97,7 +98,7 @@ def declare(
         if _observer is not None:
             _observer(name, args)
         contract.check(args)
-        return _kernel(default_backend(args[0].device), name)(*args)
+        return _kernel(backend_for(name, args[0].device), name)(*args)
 
     run.__name__ = run.__qualname__ = name
     schema = name + torch.library.infer_schema(reference, mutates_args=list(mutates))
@@ -105,6 +106,24 @@ def declare(
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     propagate = reference if fake is None else contract.select(fake)
     torch.library.register_fake(f"oss_fused::{name}", propagate, lib=LIBRARY)
+
+
+def direct(operation: str) -> Callable[..., Any]:
+    """``torch.ops.oss_fused.<operation>`` for a layer that makes the arguments itself.
+
+    On a CPU, PyTorch's dispatcher and the checks take longer than the operation of a short row, and
+    are left out. A graph that is traced gets the operator.
+    """
+    operator = getattr(torch.ops.oss_fused, operation)
+
+    def call(*args: Any) -> Any:
+        if not args[0].is_cpu or torch.compiler.is_compiling():
+            return operator(*args)
+        if _observer is not None:
+            _observer(operation, args)
+        return _kernel(backend_for(operation, args[0].device), operation)(*args)
+
+    return call
 
 
 def check_arguments(operation: str, *args: Any) -> None:
@@ -139,22 +158,33 @@ def _runs(backend: str) -> bool:
     if backend == REFERENCE:
         return True
     # vLLM's operations are looked for when one is asked for: cuBLASLt's need no vLLM
-    if backend != "cuda" and importlib.util.find_spec(backend) is None:
+    if backend not in (CPU, "cuda") and importlib.util.find_spec(backend) is None:
         return False
+    if backend == CPU:
+        return importlib.util.find_spec("numba") is not None and not torch.cuda.is_available()
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     return interpreted or torch.cuda.is_available()
 
 
 @functools.cache
 def default_backend(device: torch.device) -> str:
-    """Backend for ``device``: OSS_FUSED_BACKEND, or triton on a GPU and torch elsewhere.
+    """Backend for ``device``: OSS_FUSED_BACKEND, or triton on a GPU, cpu or torch elsewhere.
 
     The variable is read once a device: every call of an operation asks.
     """
     chosen = envs.get("OSS_FUSED_BACKEND")
     if chosen == "auto":
-        return "triton" if device.type == "cuda" else REFERENCE
+        if device.type == "cuda":
+            return "triton"
+        return CPU if device.type == "cpu" and _runs(CPU) else REFERENCE
     return chosen
+
+
+def backend_for(operation: str, device: torch.device) -> str:
+    """Backend that runs ``operation`` on ``device`` when none is named."""
+    backend = default_backend(device)
+    # backend "cpu" has the operations whose twins take many steps, and their results
+    return REFERENCE if backend == CPU and CPU not in OPERATIONS[operation].modules else backend
 
 
 def operations(backend: str) -> list[str]:

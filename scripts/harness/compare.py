@@ -131,6 +131,7 @@ class Comparison:
         bench_flags: further flags of `vllm bench serve`.
         port: first port; free ones if None.
         seed: of the prompts, together with the round, the repeat and the cell.
+        questions: what every server is asked once.
         startup_timeout: seconds a server has until it is healthy.
         serve_command, client_command: programs to run (replaced in tests).
     """
@@ -146,6 +147,7 @@ class Comparison:
     bench_flags: Sequence[str] = ()
     port: int | None = None
     seed: int = 0
+    questions: Sequence[str] = (QUESTION,)
     startup_timeout: float = 900.0
     serve_command: Sequence[str] = VLLM_SERVE
     client_command: Sequence[str] = CLIENT
@@ -271,8 +273,9 @@ def _measure_group(
         arm = results["arms"].setdefault(server.name, _describe(plan, server))
         arm["startup_seconds"].append(round(seconds, 1))
         if "chat" not in arm:
-            arm["chat"] = server.ask(QUESTION)
-            plan.say(f"    {QUESTION} -> {arm['chat']['answer'].strip()[:100]!r}")
+            arm["chat"] = [server.ask(question) for question in plan.questions]
+            for chat in arm["chat"]:
+                plan.say(f"    {chat['question']} -> {chat['answer'].strip()[:100]!r}")
         arm["memory"] |= server.log_figures()
     for repeat in range(plan.repeats):
         for position, cell in enumerate(plan.grid):

@@ -84,7 +84,7 @@ def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
         report.heading("Quality")
         add_quality(report, results["quality"])
     report.heading("Answers")
-    report.items(_answers(results))
+    _answers(report, results)
     report.heading("How it was measured")
     _method(report, results)
     return report
@@ -244,17 +244,25 @@ def _memory(report: Report, results: Mapping[str, Any]) -> None:
     report.table([*header, "start-up s"], rows)
 
 
-def _answers(results: Mapping[str, Any]) -> list[str]:
-    lines = []
+def _answers(report: Report, results: Mapping[str, Any]) -> None:
+    """A row per question, the arms' answers side by side."""
+    asked: dict[str, dict[str, str]] = {}
+    notes = []
     for name, arm in results["arms"].items():
-        if "chat" not in arm:
-            lines.append(f"{name}: was not asked")
-            continue
-        chat = arm["chat"]
-        answer = " ".join(chat["answer"].split())[:200].replace("`", "'")
-        refused = f"; chat was refused: {chat['chat_error'][:200]}" if "chat_error" in chat else ""
-        lines.append(f"{name} ({chat['endpoint']}), {chat['question']!r}: `{answer}`{refused}")
-    return lines
+        chats = arm.get("chat", [])
+        # earlier comparisons asked one question
+        for chat in [chats] if isinstance(chats, dict) else chats:
+            answer = " ".join(chat["answer"].split())[:200].replace("`", "'").replace("|", "/")
+            asked.setdefault(chat["question"], {})[name] = f"`{answer}` ({chat['endpoint']})"
+            if "chat_error" in chat:
+                notes.append(f"{name}: chat was refused: {chat['chat_error'][:200]}")
+    header = ["question", *results["arms"]]
+    rows = [
+        [question, *(answers.get(name, "was not asked") for name in header[1:])]
+        for question, answers in asked.items()
+    ]
+    report.table(header, rows)
+    report.items(notes)
 
 
 def _method(report: Report, results: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
 from oss_fused.bench.timing import host_overhead_us, time_calls, warm_up
 from oss_fused.environment import fingerprint
 from oss_fused.functional import fused_rmsnorm_rope
-from oss_fused.kernels.op import default_backend, get_kernel
+from oss_fused.kernels.op import backend_for, get_kernel
 from oss_fused.specs import RMSNormRoPEInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.space import Config
@@ -140,7 +140,7 @@ def tuning_gain(
 def host_overhead(device: torch.device) -> dict[str, float]:
     """Host microseconds that the public function adds to the kernel's own launcher."""
     args = RMSNormRoPEInput(1, 1, 64, 64).make(device)
-    launcher = get_kernel(default_backend(device), "rmsnorm_rope")
+    launcher = get_kernel(backend_for("rmsnorm_rope", device), "rmsnorm_rope")
     with torch.inference_mode():
         public = host_overhead_us(lambda: fused_rmsnorm_rope(**args), 500)
         raw = host_overhead_us(lambda: launcher(*args.values(), 1e-6), 500)

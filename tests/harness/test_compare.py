@@ -80,7 +80,8 @@ def test_run_alternates_and_ratios_pair_equal_prompts(fake_plan: MakePlan, tmp_p
         for arm in ("slow", "fast")
         for concurrency in (1, 2)
     ]
-    assert results["arms"]["fast"]["chat"]["answer"] == "fast: Paris"
+    (chat,) = results["arms"]["fast"]["chat"]
+    assert chat["answer"] == "fast: Paris"
     assert results["arms"]["slow"]["memory"]["weights_gib"] == 12.5
     cells = summary.condense(results["measurements"], ["slow", "fast"])
     for cell in cells:

@@ -51,7 +51,7 @@ def results() -> dict[str, Any]:
         "environment": {"X": "1"},
         "memory": {"checkpoint_bytes": 2**30, "weights_gib": 1.5, "kv_cache_tokens": 5000.0},
         "startup_seconds": [3.2, 4.0],
-        "chat": {"endpoint": "/v1/chat/completions", "question": "Q?", "answer": "A `x`\nB"},
+        "chat": [{"endpoint": "/v1/chat/completions", "question": "Q?", "answer": "A `x`\nB"}],
     }
     settings = {"rounds": 2, "repeats": 1, "together": False}
     return {
@@ -62,6 +62,18 @@ def results() -> dict[str, Any]:
         "cells": summary.condense(MEASURED, ["a", "b"]),
         "quality": None,
     }
+
+
+def test_answers_stand_side_by_side(results: dict[str, Any]) -> None:
+    """A question per row; earlier comparisons hold one question per arm."""
+    one = {"endpoint": "/v1/completions", "question": "Q?", "answer": "B | C", "chat_error": "no"}
+    results["arms"]["b"] = results["arms"]["b"] | {"chat": one}
+    text = compare_report.make_report(results, draw=False).markdown()
+    assert "| question | a | b |" in text
+    assert "| Q? | `A 'x' B` (/v1/chat/completions) | `B / C` (/v1/completions) |" in text
+    assert "b: chat was refused: no" in text
+    results["arms"]["b"] = {**results["arms"]["b"], "chat": []}
+    assert "| was not asked |" in compare_report.make_report(results, draw=False).markdown()
 
 
 def test_condense_pairs_runs_and_keeps_the_spread() -> None:

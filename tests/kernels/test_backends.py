@@ -160,8 +160,8 @@ def test_backends_agree(operation, backend, case, device):
 @pytest.mark.parametrize("backend", [b for b in available_backends() if b != "torch"])
 def test_a_pipeline_agrees(backend, device):
     """Norm and rotation, gated MLP, FP8 product: errors do not build up from one to the next."""
-    if backend == "cuda":
-        pytest.skip("nobody ships a compiled gated MLP")
+    if backend in ("cpu", "cuda"):
+        pytest.skip("has no gated MLP of its own")
     x, *rest = on(device, norm_rope())
     gate, up = (0.1 * randn(96, 256, seed=s).to(device) for s in (1, 2))
     down, down_scale = (t.to(device) for t in weight(48, 96))

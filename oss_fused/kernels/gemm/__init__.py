@@ -3,7 +3,8 @@
 
 fp8_gemm: a [M, K] and b [N, K] float8_e4m3fn, K contiguous; a_scale [M, 1] or [1], b_scale
 [N, 1] or [1] float32; bias [N] or None; ``out = acc * a_scale * b_scale + bias`` in float32,
-rounded once to out_dtype. On a CPU ``b`` may be float32 holding the values of e4m3 codes.
+rounded once to out_dtype. On a CPU ``b`` may be bf16 or float32 holding the values of e4m3 codes;
+with bf16, ``acc`` is rounded to bf16 before it is scaled.
 
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
 and multiplied as above; the result has x's dtype.
@@ -24,8 +25,8 @@ from oss_fused.kernels.gemm import reference
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.quantize import check_scale_of_rows
 
-# a served layer unpacks its codes to float32 once where there are no FP8 tensor cores
-_CPU_CODES = (torch.float32,)
+# served layers unpack their codes once, modules theirs, where there are no FP8 tensor cores
+_CPU_CODES = (torch.bfloat16, torch.float32)
 
 declare(
     reference.fp8_gemm,
@@ -37,7 +38,7 @@ declare(
         "bias": Operand("N", *FLOAT_DTYPES),
         "out_dtype": OneOf(*FLOAT_DTYPES),
     },
-    {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang"},
+    {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang", "cpu": "cpu"},
     example={"M": 20, "N": 48, "K": 64},
 )
 
@@ -55,7 +56,7 @@ declare(
         "weight_scale": Scale("N"),
         "bias": Operand("N", *FLOAT_DTYPES),
     },
-    {"triton": "triton", "cuda": "cuda_linear"},
+    {"triton": "triton", "cuda": "cuda_linear", "cpu": "cpu"},
     check=_check_input_scale,
     example={"...": (20,), "N": 48, "K": 64, "input_scale": None},
 )

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""FP8 matrix product and linear layer in float32 arithmetic; the CPU path of a served model."""
+"""FP8 matrix product and linear layer in float32 arithmetic; on bf16 weights, in bf16's."""
 
 from __future__ import annotations
 
 import torch
 
 from oss_fused.kernels.quantize.reference import quantize_rows
+
+BF16 = torch.bfloat16
+# rows from which a float32 product and the weight's conversion are faster than a bf16 product
+MANY_ROWS = 32
 
 
 def fp8_gemm(
@@ -43,6 +47,17 @@ def _scaled_product(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    # a weight already unpacked to float32 is used as it is: unpacking costs 30x the product
-    out = torch.mm(a, b.float().t()).mul_(a_scale).mul_(b_scale.view(1, -1))
+    product = bf16_product(a.to(BF16), b) if b.dtype == BF16 else torch.mm(a, b.float().t())
+    out = product.float().mul_(a_scale).mul_(b_scale.view(1, -1))
     return out if bias is None else out.add_(bias)
+
+
+def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b.T`` of bf16 [M, K] and [N, K] on a CPU, summed in float32, rounded to bf16.
+
+    A CPU without bf16 instructions multiplies many rows in float32: widening the weight takes less
+    time than a bf16 product there.
+    """
+    if a.shape[0] < MANY_ROWS or torch.cpu._is_avx512_bf16_supported():
+        return torch.nn.functional.linear(a, b)
+    return torch.mm(a.float(), b.float().t()).to(BF16)

@@ -53,7 +53,7 @@ declare(
         "activation": OneOf(*ACTIVATIONS),
         "scale": Scale(),
     },
-    {"triton": "triton", "cuda": "cuda"},
+    {"triton": "triton", "cuda": "cuda", "cpu": "cpu"},
     check=_check_halves,
     example={"...": (7,), "C": 128, "scale": None},
 )

@@ -24,13 +24,17 @@ def act_mul_quant(
     x: torch.Tensor, activation: str, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of ``activation(x[..., :I]) * x[..., I:]``; see kernels/mlp."""
-    gate, up = x.chunk(2, dim=-1)
-    # rounded where the unfused activation and product round
-    product = activate(gate.float(), activation).to(x.dtype) * up
-    q, out_scale = quantize_rows(product.reshape(-1, up.shape[-1]), scale)
+    product = gated(x, activation)
+    q, out_scale = quantize_rows(product.reshape(-1, product.shape[-1]), scale)
     if scale is not None:
-        return q.view(up.shape), scale.clone()
-    return q.view(up.shape), out_scale.view(*up.shape[:-1], 1)
+        return q.view(product.shape), scale.clone()
+    return q.view(product.shape), out_scale.view(*product.shape[:-1], 1)
+
+
+def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(x[..., :I]) * x[..., I:]``, rounded where the unfused operators round."""
+    gate, up = x.chunk(2, dim=-1)
+    return activate(gate.float(), activation).to(x.dtype) * up
 
 
 def gated_mlp(

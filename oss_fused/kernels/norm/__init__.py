@@ -23,6 +23,6 @@ declare(
         "weight": Operand("H", *FLOAT_DTYPES),
         "scale": Scale(),
     },
-    {"triton": "triton", "cuda": "cuda"},
+    {"triton": "triton", "cuda": "cuda", "cpu": "cpu"},
     example={"...": (7,), "H": 128, "eps": 1e-5, "scale": None},
 )

@@ -27,7 +27,10 @@ from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
+
+_add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
 
 
 def norm_for(
@@ -45,14 +48,14 @@ def norm_for(
     if key is None:
         return (norm(x), x) if residual is None else norm(x, residual)
     dynamic = key == kFp8DynamicTokenSym
-    codes, scale, added, _ = torch.ops.oss_fused.add_rms_norm_quant(
+    codes, scale, added, _ = _add_rms_norm_quant(
         x,
         residual,
         norm.weight,
         norm.variance_epsilon,
         None if dynamic else reader.input_scale,
         False,
-        prefetch_weights=True,
+        True,
     )
     quantised = QuantizedActivation(
         data=codes, scale=scale, orig_dtype=x.dtype, orig_shape=x.shape, quant_key=key
@@ -66,7 +69,7 @@ def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
     key = get_input_quant_key(mlp.down_proj)
     if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
         return mlp.down_proj(mlp.act_fn(gate_up))[0]
-    codes, scale = torch.ops.oss_fused.act_mul_quant(gate_up, "silu", None)
+    codes, scale = _act_mul_quant(gate_up, "silu", None)
     quantised = QuantizedActivation(
         data=codes,
         scale=scale,

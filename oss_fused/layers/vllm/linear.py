@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """FP8 linear layers and FP8 lm_head of a served model.
 
-Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they are unpacked to
-float32 once, after loading: converting at every call would cost 30 times the product.
+Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they are unpacked to bf16,
+which holds every code, once after loading: converting at every call costs more than the product
+of few rows.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.checks import (
     FLOATS,
     MISSING,
@@ -46,6 +48,8 @@ from oss_fused.layers.vllm.checks import (
 from oss_fused.layers.vllm.reload import CheckedMethod
 from oss_fused.layers.vllm.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
+
+_fp8_gemm, _fp8_linear = direct("fp8_gemm"), direct("fp8_linear")
 
 FP8 = torch.float8_e4m3fn
 # what --load-format dummy fills scales with: codes of random weights then stay small
@@ -162,7 +166,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             check_unquantised(layer, self.prefix)
             codes, scale = torch.ops.oss_fused.quantize_fp8(layer.weight.data, None, "channel")
         if not codes.is_cuda:
-            codes = codes.float()
+            codes = _unpacked(codes)
         replace_parameter(layer, "weight", codes)
         if self.calibrated:
             replace_parameter(layer, "weight_scale", scale)
@@ -195,24 +199,35 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         if isinstance(x, QuantizedActivation):
             rows = x.data.view(-1, x.data.shape[-1])
             scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
-            out = torch.ops.oss_fused.fp8_gemm(
-                rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True
-            )
+            out = _fp8_gemm(rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True)
             return out.view(*x.orig_shape[:-1], -1)
         if self.bits16_inputs or self.scheme.input_activations is None:
             return _weight_only(x, layer.weight, layer.weight_scale, bias)
         input_scale = layer.input_scale if self.scheme.needs_data else None
-        return torch.ops.oss_fused.fp8_linear(
-            x, layer.weight, layer.weight_scale, input_scale, bias, True
-        )
+        return _fp8_linear(x, layer.weight, layer.weight_scale, input_scale, bias, True)
+
+
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """The codes' numbers in bf16 [N, K]; of wide layers with N innermost.
+
+    oneDNN multiplies one row by a wide weight faster in that order, and by others in this.
+    """
+    n, k = codes.shape
+    numbers = codes.to(torch.bfloat16)
+    return numbers.t().contiguous().t() if n > 2 * k else numbers
 
 
 def _weight_only(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """W8A16: activations keep their precision, the weight is dequantised at every call."""
-    if weight.dtype == torch.float32:
-        out = torch.nn.functional.linear(x.float(), weight) * scale.view(-1)
+    if weight.dtype == torch.bfloat16:
+        # unpacked for a CPU; float16 activations do not fit into bf16
+        wide = x.dtype != torch.bfloat16
+        product = torch.nn.functional.linear(
+            x.float() if wide else x, weight.float() if wide else weight
+        )
+        out = product.float() * scale.view(-1)
         return (out if bias is None else out + bias).to(x.dtype)
     dense = torch.ops.oss_fused.dequantize_fp8(weight, scale, x.dtype)
     return torch.nn.functional.linear(x, dense, bias)

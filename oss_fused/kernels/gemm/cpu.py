@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+"""``fp8_gemm`` and ``fp8_linear`` of a served layer on a CPU: bf16 holds the weight's codes."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.kernels.gemm import reference
+from oss_fused.kernels.gemm.reference import BF16, bf16_product
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
+    if b.dtype != BF16 or out_dtype != BF16:
+        return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype)
+    from oss_fused.kernels import cpu_rows
+
+    return cpu_rows.scale_rows(bf16_product(cpu_rows.decode(a), b), a_scale, b_scale, bias)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
+    if weight.dtype != BF16 or x.dtype != BF16 or input_scale is not None:
+        return reference.fp8_linear(x, weight, weight_scale, input_scale, bias)
+    from oss_fused.kernels import cpu_rows
+
+    n, k = weight.shape
+    codes, scale = cpu_rows.quantize_rows(x.reshape(-1, k))
+    out = cpu_rows.scale_rows(
+        bf16_product(cpu_rows.decode(codes), weight), scale, weight_scale, bias
+    )
+    return out.view(*x.shape[:-1], n)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""The demo's steps, what it keeps, and its last line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import demo
+import pytest
+from harness import compare
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Steps that succeed without doing anything, and a comparison; returns its results."""
+    cell = {"concurrency": 1, "input_len": 64, "output_len": 32, "arms": {}}
+    ratio = {"output_throughput": {"median": 0.93}}
+    cell["arms"] = {"bf16": {"ratios": {}}, "oss_fp8": {"ratios": ratio}}
+    parts: dict[str, Any] = {"environment": {}, "settings": {}, "arms": {}, "measurements": []}
+    (tmp_path / "compare").mkdir()
+    (tmp_path / "compare/report.md").write_text("the report")
+    (tmp_path / "compare/results.json").write_text(json.dumps(parts | {"cells": [cell]}))
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(demo.subprocess, "run", lambda *args, **options: done)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["demo.py", *map(str, arguments)])
+    return demo.main()
+
+
+def test_it_ends_with_what_a_gpu_brings_and_leaves_the_report_to_the_comparison(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--results", finished, "--models", finished, "--force") == 0
+    said = capsys.readouterr().err
+    figures = json.loads((demo.ROOT / "docs/results/h200/summary.json").read_text())
+    last = said.strip().splitlines()[-1]
+    assert "H200" in last and f"1/{figures['decode.gpt_oss_20b.speedup_b1']:.2f}" in last
+    assert "the report" not in said
+
+
+def test_minutes_and_ratio_are_kept(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, flat = finished / "demo.json", finished / "summary.json"
+    options = ("--record", kept, "--summary", flat, "--note", "shared", "--force")
+    assert run(monkeypatch, "--results", finished, "--models", finished, *options) == 0
+    figures = json.loads(flat.read_text())
+    assert figures["main_job.demo_cpu.ratio_c1"] == 0.93
+    assert 0 <= figures["main_job.demo_cpu.minutes"] < 1
+    assert json.loads(kept.read_text())["note"] == "shared"
+
+
+def test_the_comparison_asks_all_questions_of_both() -> None:
+    args = argparse.Namespace(force=False, rounds=1)
+    *_, (_, command, _) = demo.plan(Path("m"), Path("r"), args)
+    at = command.index("--question")
+    assert tuple(command[at + 1 : at + 1 + len(demo.QUESTIONS)]) == demo.QUESTIONS
+    arms = [compare.parse_arm(command[i + 1]) for i, word in enumerate(command) if word == "--arm"]
+    assert [arm.name for arm in arms] == ["bf16", "oss_fp8"]
