@@ -211,11 +211,11 @@ def _gemm_persistent_kernel(
     sizes = (gl.cdiv(m, ROWS), gl.cdiv(n, STEP_N), m, n, k)
     loads = (a_desc, b_desc, c_desc, ring, sizes, STEP_N, BLOCK_N, GROUP_M, PREFETCH)
     if TURNS:
-        operands = (ring, _make_turns(), scales, target, sizes)
+        in_turn = (ring, _make_turns(), scales, target, sizes)
         gl.warp_specialize(
             [
-                (_multiply_in_turn, (operands, A_ROWS, B_ROWS, GROUP_M, 0)),
-                (_multiply_in_turn, (operands, A_ROWS, B_ROWS, GROUP_M, 1)),
+                (_multiply_in_turn, (in_turn, A_ROWS, B_ROWS, GROUP_M, 0)),
+                (_multiply_in_turn, (in_turn, A_ROWS, B_ROWS, GROUP_M, 1)),
                 (load_tiles, loads),
             ],
             [4, 1],

@@ -210,7 +210,7 @@ def gemm_tile(
     block_m = min(max(next_power_of_2(m), 16), 128)
     tile = _Tile(block_m, 128 if block_m >= 64 else 64, 128, tma=False)
     grid = (cdiv(m, tile.m) * cdiv(n, tile.n),)
-    options = {"num_warps": 8 if block_m >= 128 else 4, "num_stages": 4}
+    options: dict[str, Any] = {"num_warps": 8 if block_m >= 128 else 4, "num_stages": 4}
     _launch((a, b, a_scale, b_scale), bias, out, grid, tile, **options)
 
 
@@ -232,7 +232,7 @@ def gemm_large(
     m, n = out.shape
     tile = _Tile(block_m, block_n, block_k, group_m)
     grid = (min(cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(a.device)),)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     _launch((a, b, a_scale, b_scale), bias, out, grid, tile, **options)
 
 
