@@ -193,3 +193,15 @@ def test_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_stay_readable(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400, "one subject a file: split it"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Two of one name, in folders that are no packages, are not collected together."""
+    folders = [p.parent for p in (ROOT / "tests").rglob("test_*.py")]
+    names = [
+        path.name
+        for folder in set(folders)
+        if not (folder / "__init__.py").exists()
+        for path in folder.glob("test_*.py")
+    ]
+    assert sorted(set(names)) == sorted(names)

@@ -106,6 +106,7 @@ def test_figures_need_a_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("OSS_FUSED_MONITOR_DIR", raising=False)
     with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_DIR is not set"):
         write_figures(0, 1, 0, {})
+    assert list(Collector().collect()) == [], "other collectors of the process answer on"
     monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path))
     write_figures(0, 1, 0, {})
     share_folder()

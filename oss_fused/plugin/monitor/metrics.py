@@ -104,8 +104,10 @@ def write_figures(rank: int, samples: int, bits16: int, layers: dict[str, LayerF
 
 
 def read_figures() -> list[dict[str, Any]]:
-    """The files of all ranks."""
-    figures = []
+    """The files of all ranks; none in a process that knows no folder: no monitor runs there."""
+    figures: list[dict[str, Any]] = []
+    if not envs.get(_DIR):
+        return figures
     for path in sorted(_folder().glob("rank*.json")):
         # a file may go while we look, when the server ends
         with suppress(FileNotFoundError):
