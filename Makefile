@@ -16,7 +16,7 @@ demo: setup  ## a real model: build, calibrate, serve both, chat, compare (DEMO=
 	@$(BIN)/python scripts/demo.py $(DEMO)
 
 test: setup lint  ## linters, types and every test that runs without a GPU
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(TESTS)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(TESTS)
