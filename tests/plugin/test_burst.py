@@ -231,7 +231,19 @@ def test_a_burst_ends_with_the_longest_request(config):
 def test_a_burst_stays_within_the_models_length(config):
     scheduler = make(config, BurstScheduler, small(length=32))
     add(scheduler, "a", [1] * 20, 12)
-    assert steps(scheduler, 4) == [1, 8, 3]
+    add(scheduler, "b", [2, 3, 4], 29)
+    # the first request has room for three more, the second one wants eight
+    assert steps(scheduler, 6) == [1, 8, 3, 8, 8, 1]
+
+
+def test_a_request_whose_last_token_is_under_way_is_left_out(config):
+    scheduler = make(config, BurstScheduler, small())
+    add(scheduler, "a", [1, 2, 3], 12)
+    add(scheduler, "b", [1, 2, 4], 60)
+    assert steps(scheduler, 2) == [1, 8]
+    for names in ({"a", "b"}, {"b"}):
+        scheduled = scheduler.schedule()
+        assert set(scheduled.num_scheduled_tokens) == names and scheduled.burst == 8
 
 
 def test_a_prompt_in_pieces_and_an_arrival_take_single_steps(config):
