@@ -32,6 +32,9 @@ CALLED = {
     "vllm.distributed.parallel_state:get_tp_group": "",
     "vllm.distributed.parallel_state:model_parallel_is_initialized": "",
     "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": "app, tokens",
+    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": (
+        "headers"
+    ),
     "vllm.logger:init_logger": "name",
     f"{_LAYERS}.attention.attention:get_attention_context": "layer_name",
     f"{_LAYERS}.attention.attention:unified_attention_with_output": "q, k, v, output, layer_name",
@@ -192,6 +195,10 @@ OVERRIDDEN = {
     (f"{_MODELS}.qwen3:Qwen3ForCausalLM", f"{_PLUGIN}.models:OssQwen3ForCausalLM"): (
         "compute_logits load_weights"
     ),
+    (
+        "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware",
+        f"{_PLUGIN}.api_key:KeyForAllPaths",
+    ): "__call__",
     (
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         f"{_PLUGIN}.scheduler:StepKVCacheManager",

@@ -125,6 +125,7 @@ def test_a_server_dying_under_load_is_named_and_what_was_measured_is_kept(
 ) -> None:
     from harness.processes import descendants
 
+    before = set(descendants(os.getpid()))  # an earlier test's, such as torch's compile workers
     arms = [Arm("slow", "m"), Arm("fast", "m", (), (("FAKE_MODE", "dies_under_load"),))]
     kept: list[int] = []
     results = run(
@@ -139,7 +140,7 @@ def test_a_server_dying_under_load_is_named_and_what_was_measured_is_kept(
     assert results["stopped"] == "ServerError"
     assert re.match(r"server fast: .*under load \(c2 8:4\)", results["failure"])
     assert "engine core has died" in results["failure"]
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= before
 
 
 def test_client_trouble_is_named(

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import json
+import pkgutil
 import runpy
 import sys
 import tomllib
@@ -16,7 +18,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-import oss_fused
+import oss_fused.layers.vllm
+import oss_fused.plugin
 from oss_fused.errors import BackendUnavailableError
 from oss_fused.plugin import compat, hooks
 from oss_fused.plugin.signatures import Package, missing_arguments, takes
@@ -108,10 +111,9 @@ def test_every_import_of_vllm_is_listed(installed, results):
 
 
 def test_every_override_of_vllm_is_listed():
-    import oss_fused.plugin.burst_runner
-    import oss_fused.plugin.models
-    import oss_fused.plugin.scheduler  # noqa: F401
-
+    for package in (oss_fused.layers.vllm, oss_fused.plugin):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
     listed = {
         (mine, name) for (_, mine), names in hooks.OVERRIDDEN.items() for name in names.split()
     }
