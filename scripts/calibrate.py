@@ -5,6 +5,15 @@
     python scripts/calibrate.py MODEL --output MODEL-oss-fp8
     vllm serve MODEL-oss-fp8
 
+A fine-tuned gpt-oss, whole or as a LoRA adapter, becomes MXFP4 again:
+
+    python scripts/calibrate.py MY-FINE-TUNE --output OUT --experts mxfp4 --dataset chats.jsonl
+    python scripts/calibrate.py BASE --adapter MY-LORA --output OUT --experts mxfp4
+    python scripts/calibrate.py MY-FINE-TUNE --output OUT --format oss-fp8 --format mxfp4
+
+The last writes OUT/oss-fp8, for this package, and OUT/mxfp4, which vLLM and transformers load by
+themselves. docs/calibration.md tells more.
+
 Without --dataset only weights are read, and activations are quantised per token as the model is
 served. With --dataset the model runs layer by layer on it. Memory holds one layer at a time.
 """
@@ -23,9 +32,9 @@ from typing import Any
 from harness.calibration_report import FOLDER, append_trend, figures_of, write_report
 from tqdm import tqdm
 
-from oss_fused.errors import OssFusedError
+from oss_fused.errors import OssFusedError, SchemeError
 from oss_fused.quant.calibrator import Run, RunOptions, Summary
-from oss_fused.quant.pipeline import calibrate
+from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, split_formats
 from oss_fused.quant.recipe import Recipe, load_recipe, make_recipe
 from oss_fused.quant.record import load_record
 from oss_fused.quant.scheme import PRESETS
@@ -37,13 +46,16 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = parse_args(argv)
-    output = Path(args.output)
+    both = set(args.formats or ()) == set(BOTH)
+    # what an interrupted run is judged by: of two checkpoints the one that is made last
+    output = Path(args.output) / BOTH[-1] if both else Path(args.output)
     before = _inode(output)
     try:
         recipe = make_recipe(settings_of(args))
         options = RunOptions(
             model=Path(args.model),
-            output=output,
+            output=Path(args.output),
+            adapter=args.adapter,
             device=args.device,
             resume=args.resume,
             overwrite=args.overwrite,
@@ -52,10 +64,14 @@ def main(argv: list[str] | None = None) -> int:
             kept={"--trend": args.trend} if args.trend else {},
         )
         if args.dry_run:
-            describe(Run(recipe, options))
+            for part in split_formats(recipe, options) if both else [(recipe, options)]:
+                describe(Run(*part))
             return 0
         pages = partial(write_pages, trend=args.trend)
-        summary = calibrate(recipe, options, show_progress, tell, complete=pages)
+        if both:
+            summaries = calibrate_both(recipe, options, show_progress, tell, pages)
+        else:
+            summaries = [calibrate(recipe, options, show_progress, tell, complete=pages)]
     except OssFusedError as error:
         print(f"calibrate.py: error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -79,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILURE
-    report(summary)
+    for summary in summaries:
+        report(summary)
     return 0
 
 
@@ -107,12 +124,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _add_run_options(add: Callable[..., Any]) -> None:
     """Where the run reads and writes, and how it runs."""
-    add("model", metavar="MODEL", help="folder of the checkpoint to quantise")
+    add(
+        "model",
+        metavar="MODEL",
+        help="folder of the checkpoint to quantise; gpt-oss also as Unsloth saves it (a linear per "
+        "expert)",
+    )
+    add(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="LoRA adapter that PEFT saved; it is merged into MODEL tensor by tensor (linears, "
+        "experts' parameters, modules_to_save)",
+    )
     add("--output", required=True, metavar="DIR", help="folder to make; appears when complete")
     add(
         "--format",
-        choices=("oss-fp8", "compressed-tensors"),
-        help="compressed-tensors loads in vLLM without this package (default: oss-fp8)",
+        dest="formats",
+        action="append",
+        choices=("oss-fp8", "mxfp4", "compressed-tensors"),
+        help="mxfp4 (gpt-oss, as OpenAI publishes it: experts in MXFP4, all else in bf16) and "
+        "compressed-tensors load in vLLM without this package; oss-fp8 and mxfp4, both given, go "
+        "to DIR/oss-fp8 and DIR/mxfp4 (default: oss-fp8)",
     )
     add(
         "--recipe",
@@ -197,6 +230,12 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
         "from there, so that another target only searches",
     )
     add(
+        "--self-check",
+        choices=("auto", "on", "off"),
+        help="self_check.json: log-probabilities of fixed prompts, which a server compares when it "
+        "starts; runs the model once more (default: auto, with a dataset)",
+    )
+    add(
         "--clip-target",
         type=float,
         metavar="SHARE",
@@ -226,6 +265,13 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's settings: file first, flags over it."""
     settings = load_recipe(args.recipe) if args.recipe else {}
+    formats = set(args.formats or ())
+    if len(formats) > 1 and formats != set(BOTH):
+        raise SchemeError(
+            f"--format={' '.join(args.formats)}: expected one, or {' and '.join(BOTH)}"
+        )
+    if formats:
+        settings["format"] = args.formats[0] if len(formats) == 1 else BOTH[0]
     names = Recipe.model_fields.keys() & vars(args).keys()
     return settings | {
         name: getattr(args, name) for name in names if getattr(args, name) is not None
@@ -280,9 +326,12 @@ def describe(run: Run) -> None:
     plan = run.plan
     quantised = [name for name, scheme in plan.schemes.items() if scheme is not None]
     kept = [name for name, scheme in plan.schemes.items() if scheme is None]
+    merged = run.reader.adapter
+    adapter = [f"adapter        {merged.folder}, {len(merged.changed)} tensors"] if merged else []
     lines = [
         f"model          {run.options.model} ({run.skeleton.family}, {run.skeleton.layers} layers)",
         f"output         {run.options.output} ({run.recipe.format})",
+        *adapter,
         f"scheme         {run.recipe.scheme}",
         f"linears        {len(quantised)} in FP8, {len(kept)} kept{_some(kept)}",
         f"experts        {plan.experts or 'none'}",

@@ -5,6 +5,12 @@
   make_model.py --arch gpt-oss --size 20b --format mxfp4 --output /tmp/gpt-oss-20b
   measure_calibration.py /tmp/gpt-oss-20b --num-samples 4 --output calibration_20b.json
 
+A fine-tuned gpt-oss-20b, from two layers of its shape: memory holds one layer at a time, so the
+peak of all 24 is theirs.
+
+  make_model.py --arch gpt-oss --size 20b --layers 2 --output /tmp/two-layers
+  measure_calibration.py /tmp/two-layers --experts mxfp4 --kv-cache none --output finetune.json
+
 Calibrates as calibrate.py does, with error feedback, an FP8 lm_head where that is the default, and
 KV scales; the checkpoint is dropped. Resident memory counts the pages of the source that are
 mapped, which the system takes back when it needs them; anonymous memory is what must be there.
@@ -136,12 +142,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", type=Path, required=True, metavar="JSON", help="file to write")
     add("--summary", type=Path, metavar="JSON", help="file of named figures to add to")
     add("--summary-name", default="calibration.peak_gib_20b", help="default: %(default)s")
+    add("--summary-anonymous", metavar="NAME", help="name of the anonymous memory's peak there")
+    add("--experts", default="auto", help="as calibrate.py takes it (default: auto)")
+    add("--kv-cache", default="fp8", help="as calibrate.py takes it (default: fp8)")
     add("--num-samples", type=int, default=4, help="default: 4")
     add("--max-seq-length", type=int, default=512, help="default: 512")
     add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     add("--work", type=Path, help="where the checkpoint is made (default: beside MODEL)")
     args = parser.parse_args(argv)
-    recipe = {"dataset": "python", "kv_cache": "fp8"}
+    recipe = {"dataset": "python", "kv_cache": args.kv_cache, "experts": args.experts}
     sizes = {"num_samples": args.num_samples, "max_seq_length": args.max_seq_length}
     stages = Stages()
     try:
@@ -164,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
         "device": run.device.type,
         **sizes,
         "layers": run.skeleton.layers,
+        "experts": run.plan.experts,
+        "kv_cache": args.kv_cache,
         "source_gib": summary.source_bytes / 2**30,
         "linears_in_fp8": summary.quantised,
         "seconds": sum(stages.seconds.values()),
@@ -178,6 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     write_json(args.output, figures)
     if args.summary:
         named = {args.summary_name: round(stages.resident, 2)}
+        if args.summary_anonymous:
+            named = {args.summary_anonymous: round(figures["peak_anonymous_gib"], 2)}
         merge_summary(args.summary, named, args.output)
     print(
         f"{figures['seconds']:.1f} s; at its peak {figures['peak_anonymous_gib']:.2f} GiB "

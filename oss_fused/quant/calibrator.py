@@ -21,6 +21,7 @@ from oss_fused.quant.checkpoint.assets import (
 )
 from oss_fused.quant.checkpoint.place import OutputLock, check_apart, check_replaceable, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.checkpoint.source import SourceReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.dataset import PYTHON, file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerCalibration
@@ -28,6 +29,7 @@ from oss_fused.quant.plan import CheckpointPlan, make_plan
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
 from oss_fused.quant.record_builder import SearchResult, build_record, layer_step
+from oss_fused.quant.self_check import write_self_check
 from oss_fused.quant.skeleton import ModelSkeleton
 from oss_fused.quant.streaming import LayerStream
 
@@ -44,6 +46,7 @@ class RunOptions:
 
     Attributes:
         model: source folder.
+        adapter: folder of a LoRA adapter that is merged into it, None without.
         output: folder to make.
         device: of the arithmetic.
         resume: go on with an interrupted run of the same settings.
@@ -61,6 +64,7 @@ class RunOptions:
     overwrite: bool = False
     max_shard_bytes: int = 5_000_000_000
     stage: Path | None = None
+    adapter: Path | None = None
     kept: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -120,7 +124,7 @@ class Run:
         self.recipe = recipe
         self.options = options
         self.device = pick_device(options.device)
-        self.reader = CheckpointReader(options.model)
+        self.reader = SourceReader(options.model, options.adapter)
         check_output(options, recipe)
         self.assets = find_assets(self.reader.folder)
         # compared again after the last read: the weights must not change during a run
@@ -188,6 +192,8 @@ class Run:
                 self._check_source()
                 summary = self._summarise(writer, time.monotonic() - start)
                 self._write_assets(writer, summary)
+                if self.recipe.checks_itself:
+                    write_self_check(writer.partial, self.reader, self.plan, self.device, progress)
                 complete(writer.partial)
             except OssFusedError:
                 # the input is at fault: a resume would fail again
@@ -290,7 +296,9 @@ class Run:
     def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
         copy_assets(self.assets, writer.partial)
         config = self.plan.quantization_config()
-        write_config(writer.partial, self.reader.config, config, self.plan.untie)
+        plain = self.recipe.format == "mxfp4"
+        dtype = "bfloat16" if plain else None
+        write_config(writer.partial, self.reader.config, config, self.plan.untie, dtype)
         tokens = [len(sample) for sample in self.samples]
         record = build_record(
             self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.search
@@ -308,8 +316,11 @@ class Run:
             "Size": f"{summary.source_bytes / 1e9:.2f} GB -> {summary.output_bytes / 1e9:.2f} GB",
             "Output": self.options.output.name,
         }
+        if self.reader.adapter is not None:
+            optimisations["Adapter merged"] = self.reader.adapter.folder.resolve().name
         source_name = self.reader.folder.resolve().name
-        write_model_card(writer.partial, source_name, optimisations, recipe)
+        kind = "MXFP4" if plain else "FP8"
+        write_model_card(writer.partial, source_name, optimisations, recipe, kind)
 
 
 def _leave(
@@ -352,6 +363,8 @@ def check_output(options: RunOptions, recipe: Recipe) -> None:
     if recipe.dataset is not None and recipe.dataset != PYTHON:
         files["--dataset"] = Path(recipe.dataset)
     folders = {"MODEL": options.model}
+    if options.adapter is not None:
+        folders["--adapter"] = options.adapter
     flag = f"--output={str(options.output)!r}"
     check_apart(output, flag, folders | ({} if stage is None else {"--fp8-stage": stage}), files)
     if stage is not None:

@@ -69,7 +69,7 @@ class Exporter:
         if step.kind == "copy":
             tensor = self.reader.read(step.name)
             smooth = _rescale(tensor, calibration.rescaled.get(step.name))
-            self.writer.write(step.name, smooth.to(tensor.dtype))
+            self.writer.write(step.name, smooth.to(step.specs[0].dtype))
         elif step.kind == "linear":
             metrics = self._linear(step, calibration)
         elif step.kind == "experts":
@@ -107,9 +107,10 @@ class Exporter:
         return {**metrics, **calibration.linears.get(step.name, {})}
 
     def _experts(self, step: Step, calibration: LayerCalibration) -> None:
+        dtypes = {spec.name: spec.dtype for spec in step.specs}
         if self.base is not None:
-            for spec in step.specs:
-                self.writer.write(spec.name, self.base.read(spec.name))
+            for name, dtype in dtypes.items():
+                self.writer.write(name, self.base.read(name).to(dtype))
             return
         converted = convert_experts(
             self.reader,
@@ -120,7 +121,7 @@ class Exporter:
             self.plan.gated,
         )
         for name, tensor in converted:
-            self.writer.write(name, tensor)
+            self.writer.write(name, tensor.to(dtypes[name]))
 
     def _kv(self, step: Step, calibration: LayerCalibration) -> None:
         if self.base is not None:

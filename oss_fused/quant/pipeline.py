@@ -12,13 +12,22 @@ from typing import Any
 import torch
 
 from oss_fused.errors import CheckpointError
-from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary
+from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary, check_output
 from oss_fused.quant.checkpoint.place import OutputLock, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.plan import make_plan
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import CalibrationRecord, MixRecord, load_record
 from oss_fused.quant.record_builder import SearchResult
+
+# formats of calibrate_both, which are also the names of its folders
+BOTH = ("oss-fp8", "mxfp4")
+# settings that mean nothing where no linear is quantised
+_OF_LINEARS = (
+    *("scheme", "targets", "ignore", "overrides", "lm_head", "kv_cache"),
+    *("accuracy_target", "clip_target", "group_candidates", "smoothing"),
+)
 
 
 class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
@@ -93,6 +102,58 @@ def calibrate(
     return summary
 
 
+def split_formats(
+    recipe: Recipe, options: RunOptions
+) -> tuple[tuple[Recipe, RunOptions], tuple[Recipe, RunOptions]]:
+    """Recipe and options of the two checkpoints that ``calibrate_both`` writes.
+
+    Raises:
+        CheckpointError: the output is a file or a checkpoint itself.
+    """
+    folder = real(options.output)
+    if folder.exists() and (not folder.is_dir() or (folder / "config.json").exists()):
+        raise CheckpointError(
+            f"--output={str(options.output)!r}: is a checkpoint or a file; expected a folder to "
+            f"hold {' and '.join(BOTH)}"
+        )
+    experts = "mxfp4" if recipe.experts == "auto" else recipe.experts
+    fp8 = recipe.model_copy(update={"format": BOTH[0], "experts": experts})
+    fields = Recipe.model_fields
+    unset = {name: fields[name].get_default() for name in _OF_LINEARS}
+    plain = fp8.model_copy(update={**unset, "format": BOTH[1]})
+    first, second = (dataclasses.replace(options, output=folder / name) for name in BOTH)
+    return (fp8, first), (plain, dataclasses.replace(second, stage=None))
+
+
+def calibrate_both(
+    recipe: Recipe,
+    options: RunOptions,
+    progress: Progress = lambda items, _: items,
+    say: Callable[[str], None] = lambda _: None,
+    complete: Callable[[Path], None] = lambda _: None,
+) -> list[Summary]:
+    """Write OUTPUT/oss-fp8 and then OUTPUT/mxfp4; the experts of both are the same bytes.
+
+    Arguments and errors are those of ``calibrate``. With ``options.resume`` a finished first
+    checkpoint of the same settings is taken as it is.
+
+    Returns:
+        A summary for each checkpoint that was written.
+    """
+    (fp8, first), (plain, second) = split_formats(recipe, options)
+    run = Run(fp8, dataclasses.replace(first, overwrite=True) if options.resume else first)
+    # said before hours of work: whether the second can be made
+    make_plan(run.skeleton, plain)
+    check_output(second, plain)
+    summaries = []
+    if not options.resume or _made_otherwise(first.output, fp8, run):
+        summaries.append(calibrate(fp8, first, progress, say, complete=complete))
+    made = CheckpointReader(first.output, quantised=True)
+    search = SearchResult(load_record(first.output), {}, [], None)
+    summaries.append(Run(plain, second, made, search).execute(progress, complete))
+    return summaries
+
+
 def _search(
     run: Run,
     base: Path,
@@ -155,20 +216,24 @@ def describe(outcome: Outcome) -> str:
 
 def _check_stage(stage: Path, plain: Recipe, run: Run) -> None:
     """Raise CheckpointError unless a stage was made as this run would make it."""
-    path = stage / "recipe.yaml"
-    record = load_record(stage) if path.is_file() else None
-    other = None
-    if record is None or path.read_text() != plain.to_yaml():
-        other = "by another recipe"
-    elif record.source != run.source:
-        other = f"from other weights than those of MODEL={str(run.options.model)!r}"
-    elif record.data != run.data():
-        other = "with other calibration samples than --dataset and the tokenizer give now"
-    if other:
+    if other := _made_otherwise(stage, plain, run):
         raise CheckpointError(
             f"--fp8-stage={str(stage)!r}: exists, but was made {other}; expected a new folder or "
             f"that of a run with the same settings"
         )
+
+
+def _made_otherwise(folder: Path, recipe: Recipe, run: Run) -> str | None:
+    """In what way a finished checkpoint differs from what ``run`` would make of ``recipe``."""
+    path = folder / "recipe.yaml"
+    record = load_record(folder) if path.is_file() else None
+    if record is None or path.read_text() != recipe.to_yaml():
+        return "by another recipe"
+    if record.source != run.source:
+        return f"from other weights than those of MODEL={str(run.options.model)!r}"
+    if record.data != run.data():
+        return "with other calibration samples than --dataset and the tokenizer give now"
+    return None
 
 
 def _make_base(

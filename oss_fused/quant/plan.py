@@ -7,7 +7,7 @@ made from shapes alone, before any weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ from oss_fused.quant.scheme import QuantizationScheme
 from oss_fused.quant.skeleton import ModelSkeleton, layer_of
 
 FP8 = torch.float8_e4m3fn
+# as in the config of OpenAI's checkpoints
+_NOT_MXFP4 = (
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp.router",
+    "model.embed_tokens",
+    "lm_head",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class CheckpointPlan:
         gated: names of experts stored one by one, None for other families.
         untie: lm_head gets a tensor of its own although the source ties it to the embedding.
         kv_scales: the output holds k_scale and v_scale.
-        compressed_tensors: the output is in that format.
+        format: of the output, as the recipe names it.
         clip_target: share of values that static scales may clip, None for none.
         group_candidates: sizes of groups whose error is told.
         smoothing: alpha, None for no smoothing.
@@ -66,7 +73,7 @@ class CheckpointPlan:
     source_experts: str | None
     untie: bool
     kv_scales: bool
-    compressed_tensors: bool
+    format: str
     unquantised_modules: tuple[str, ...] = field(default=())
     clip_target: float | None = None
     group_candidates: tuple[int, ...] = ()
@@ -81,6 +88,8 @@ class CheckpointPlan:
 
     def quantization_config(self) -> dict[str, Any]:
         """``quantization_config`` of the output's config.json."""
+        if self.format == "mxfp4":
+            return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_MXFP4)}
         ignore = [name for name, scheme in self.schemes.items() if scheme is None]
         config: dict[str, Any] = {
             "quant_method": "oss_fp8",
@@ -91,7 +100,7 @@ class CheckpointPlan:
                 schemes.KV_TENSOR.model_dump(mode="json") if self.kv_scales else None
             ),
         }
-        if not self.compressed_tensors:
+        if self.format == "oss-fp8":
             return {**config, "experts": self.experts}
         del config["version"]
         groups = {
@@ -119,6 +128,8 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
     chosen = choose_schemes(skeleton, recipe)
     experts = _choose_experts(skeleton, recipe)
     head = chosen.get("lm_head")
+    if recipe.format == "mxfp4":
+        _check_mxfp4(skeleton, recipe)
     if recipe.format == "compressed-tensors":
         if skeleton.gated is not None:
             raise SchemeError(
@@ -139,13 +150,13 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
     kv_scales = recipe.kv_cache == "fp8"
     routers = [f"model.layers.{i}.mlp.router" for i in range(skeleton.layers)]
     return CheckpointPlan(
-        steps=tuple(_steps(skeleton, chosen, experts, untie, kv_scales)),
+        steps=_steps(skeleton, chosen, experts, untie, kv_scales, recipe.format == "mxfp4"),
         schemes=chosen,
         experts=experts,
         source_experts=skeleton.experts,
         untie=untie,
         kv_scales=kv_scales,
-        compressed_tensors=recipe.format == "compressed-tensors",
+        format=recipe.format,
         unquantised_modules=(*skeleton.expert_modules(), *routers) if skeleton.experts else (),
         clip_target=recipe.clip_target,
         group_candidates=recipe.group_candidates,
@@ -153,6 +164,19 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
         expert_count=skeleton.expert_count if skeleton.experts else 0,
         gated=skeleton.gated,
     )
+
+
+def _check_mxfp4(skeleton: ModelSkeleton, recipe: Recipe) -> None:
+    """Refuse what a plain MXFP4 checkpoint of gpt-oss cannot hold."""
+    if skeleton.family != "gpt_oss":
+        raise SchemeError(
+            f"format='mxfp4': is written for gpt-oss only, and model_type={skeleton.family!r}; use "
+            f"--format oss-fp8"
+        )
+    if recipe.experts not in ("auto", "mxfp4"):
+        raise SchemeError(f"experts={recipe.experts!r}: format='mxfp4' expects auto or mxfp4")
+    if recipe.lm_head == "fp8":
+        raise SchemeError("lm_head='fp8': format='mxfp4' keeps it in bf16; use --format oss-fp8")
 
 
 def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, QuantizationScheme | None]:
@@ -164,6 +188,8 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
         gpt_oss_head = skeleton.family == "gpt_oss" and recipe.format == "oss-fp8"
         head = "fp8" if gpt_oss_head and "lm_head" in picked else "bf16"
     wanted = set(picked) - {"lm_head"} | ({"lm_head"} if head == "fp8" else set())
+    if recipe.format == "mxfp4":
+        return dict.fromkeys(skeleton.linears)
     chosen = {name: recipe.weight_scheme if name in wanted else None for name in skeleton.linears}
     for override in recipe.overrides:
         matched, _ = schemes.select(override.targets, (), skeleton.linears)
@@ -205,8 +231,10 @@ def _choose_experts(skeleton: ModelSkeleton, recipe: Recipe) -> str | None:
                 f"experts={recipe.experts!r}: model_type={skeleton.family!r} has no experts"
             )
         return None
+    if recipe.format == "mxfp4":
+        return "mxfp4"
     if recipe.experts == "auto":
-        return skeleton.experts
+        return skeleton.stored_experts
     if recipe.experts == "mxfp4" and skeleton.gated is not None:
         raise SchemeError(
             f"experts='mxfp4': is served for gpt-oss only, and model_type={skeleton.family!r}; "
@@ -221,7 +249,9 @@ def _steps(
     experts: str | None,
     untie: bool,
     kv_scales: bool,
-) -> list[Step]:
+    bf16: bool,
+) -> tuple[Step, ...]:
+    """Every step; with ``bf16`` what is not quantised is stored so, whatever the source has."""
     reader = skeleton.reader
     steps: list[Step] = []
     expert_modules = set(skeleton.expert_modules()) if experts != skeleton.experts else set()
@@ -236,7 +266,7 @@ def _steps(
             if module not in seen:
                 seen.add(module)
                 specs = expert_specs(skeleton, module, str(experts))
-                steps.append(Step(module, "experts", specs, layer))
+                steps.append(Step(module, "experts", _in_bf16(specs) if bf16 else specs, layer))
         elif leaf == "weight" and chosen.get(module) is not None:
             scheme = chosen[module]
             assert scheme is not None
@@ -247,11 +277,19 @@ def _steps(
                 specs += (TensorSpec(f"{module}.input_scale", torch.float32, (1,)),)
             steps.append(Step(module, "linear", specs, layer))
         else:
-            spec = TensorSpec(name, reader.dtype(name), reader.shape(name))
-            steps.append(Step(name, "copy", (spec,), layer))
+            specs = (TensorSpec(name, reader.dtype(name), reader.shape(name)),)
+            steps.append(Step(name, "copy", _in_bf16(specs) if bf16 else specs, layer))
     if kv_scales:
         steps += [_kv_step(layer) for layer in range(skeleton.layers)]
-    return sorted(steps, key=lambda step: _order(step, skeleton.layers))
+    return tuple(sorted(steps, key=lambda step: _order(step, skeleton.layers)))
+
+
+def _in_bf16(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """The same tensors, floating-point ones in bf16."""
+    return tuple(
+        replace(spec, dtype=torch.bfloat16) if spec.dtype.is_floating_point else spec
+        for spec in specs
+    )
 
 
 def _order(step: Step, layers: int) -> int:

@@ -20,14 +20,13 @@ from torch import nn
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
-from oss_fused.quant.expert_stream import serve_in_fp8
-from oss_fused.quant.experts import read_fp8_experts
 from oss_fused.quant.formats import dequantize
 from oss_fused.quant.observers import CacheObserver
 from oss_fused.quant.recipe import KEEP, Override
 from oss_fused.quant.runner import LayerRunner, RoundedInput
 from oss_fused.quant.scheme import W8A16, QuantizationScheme
 from oss_fused.quant.sensitivity import Harm, Track, measure_harms
+from oss_fused.quant.served import serve_rest
 from oss_fused.quant.skeleton import ModelSkeleton
 
 # shares of the quantised linears' weights: with 16-bit inputs, and of those unquantised
@@ -106,8 +105,9 @@ class PolicySearch:
             linears = runner.linears(layer, index)
             cache: CacheObserver | None = None
             for mix, hidden in zip([None, *mixes], states):
-                if hidden is states[1]:  # the unquantised model has passed
-                    cache = self._serve_rest(runner.skeleton, layer, index)
+                if hidden is states[1] and self.stored is not None:
+                    # the unquantised model has passed
+                    cache = serve_rest(self.stored, runner.skeleton, layer, index)
                 restore, rounded = [], RoundedInput()
                 for name, module in linears.items():
                     kind = "bf16" if mix is None else mix.get(name, "bf16")
@@ -189,20 +189,6 @@ class PolicySearch:
             module.__dict__.pop("forward", None)
 
         return undo
-
-    def _serve_rest(self, skeleton: ModelSkeleton, layer: Any, index: int) -> CacheObserver | None:
-        """Make the experts of a layer, and the cache returned, compute as ``stored`` has them."""
-        stored, attention = self.stored, f"model.layers.{index}.self_attn"
-        module = skeleton.experts_of(index)
-        if stored is not None and module is not None:
-            count = skeleton.expert_count
-            if weights := read_fp8_experts(stored, module, count, skeleton.gated):
-                serve_in_fp8(layer.mlp.experts, module, weights, mxfp4=False)
-        if stored is None or f"{attention}.k_scale" not in stored:
-            return None
-        cache = CacheObserver(attention)
-        cache.scales = (stored.read(f"{attention}.k_scale"), stored.read(f"{attention}.v_scale"))
-        return cache
 
     def _compare(
         self,

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
-_YOUNGER = ("clip_target", "group_candidates", "smoothing")
+_YOUNGER = ("clip_target", "group_candidates", "smoothing", "self_check")
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -40,6 +40,8 @@ class Override(BaseModel):
 class Recipe(BaseModel):
     """Settings of a run, as read from and written to recipe.yaml.
 
+    ``format`` "mxfp4" keeps all but the experts of gpt-oss in bf16, as OpenAI publishes it.
+
     ``overrides`` give linears that ``targets`` chose another scheme; the last that matches wins.
 
     ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
@@ -50,13 +52,14 @@ class Recipe(BaseModel):
     ``clip_target`` is the share of values that may saturate: static scales (of inputs, keys and
     values) have the least squared error within it, instead of clipping nothing. Of
     ``group_candidates``, sizes of groups of a weight's inputs, calibration.json tells the best.
-    ``smoothing`` is the alpha of ``quant.smoothing``.
+    ``smoothing`` is the alpha of ``quant.smoothing``. ``self_check`` of "auto" writes
+    self_check.json where there is a dataset: it runs the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
-    format: Literal["oss-fp8", "compressed-tensors"] = "oss-fp8"
+    format: Literal["oss-fp8", "compressed-tensors", "mxfp4"] = "oss-fp8"
     scheme: str = "FP8_DYNAMIC"
     targets: tuple[str, ...] = ("Linear",)
     ignore: tuple[str, ...] = ()
@@ -69,6 +72,7 @@ class Recipe(BaseModel):
     clip_target: float | None = Field(default=None, ge=0, lt=1)
     group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
     smoothing: float | None = Field(default=None, ge=0, le=1)
+    self_check: Literal["auto", "on", "off"] = "auto"
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
@@ -88,6 +92,9 @@ class Recipe(BaseModel):
                 f"accuracy_target={self.accuracy_target}: expected a scheme with dynamic input "
                 f"scales, such as FP8_DYNAMIC"
             )
+        if self.format == "mxfp4" and (self.kv_cache == "fp8" or self.accuracy_target is not None):
+            chosen = "kv_cache='fp8'" if self.kv_cache == "fp8" else "accuracy_target"
+            raise ValueError(f"format='mxfp4' has no place for {chosen}: expected format oss-fp8")
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
         if self.smoothing is not None and self.dataset is None:
@@ -114,6 +121,11 @@ class Recipe(BaseModel):
     def feedback(self) -> bool:
         """True if weights are rounded with error feedback."""
         return self.rounding == "feedback" or (self.rounding == "auto" and self.dataset is not None)
+
+    @property
+    def checks_itself(self) -> bool:
+        """True if the output holds self_check.json."""
+        return self.self_check == "on" or (self.self_check == "auto" and self.dataset is not None)
 
     def digest(self, *parts: Any) -> str:
         """Short hash of the recipe and of whatever else decides the result."""

@@ -125,7 +125,7 @@ class CalibrationRecord(_Frozen):
 
     Attributes:
         model: name of the source folder.
-        format: "oss-fp8" or "compressed-tensors".
+        format: "oss-fp8", "compressed-tensors" or "mxfp4".
         scheme: of the recipe.
         rounding: "feedback" or "nearest".
         experts: how experts are stored, None without experts.

@@ -24,13 +24,13 @@ class SearchResult:
         record: record of the run that quantised every linear.
         kl: linear -> KL divergence when only its group of fused linears is quantised.
         mixes: the mixes compared.
-        target: the perplexity factor that the user asked for.
+        target: the perplexity factor that the user asked for, None for none.
     """
 
     record: CalibrationRecord
     kl: Mapping[str, float]
     mixes: Sequence[MixRecord]
-    target: float
+    target: float | None
 
 
 def build_record(

@@ -78,6 +78,8 @@ class ServingOptions(BaseModel):
             larger CUDA graphs); without, as vLLM.
         burst: decode steps in one engine step (plugin/burst.py): "auto" takes what hides the host
             from the device within 5 ms.
+        self_check: compare log-probabilities of fixed prompts with those in the checkpoint when the
+            server starts (plugin/self_check.py).
         monitor_every: sample the inputs of FP8 layers in one step in so many; 0 disables.
         monitor_policy: file that lists layers to serve with 16-bit activations; the monitor adds
             to it.
@@ -91,6 +93,7 @@ class ServingOptions(BaseModel):
     fused_layers: bool = True
     short_step: bool = True
     burst: int | str = 1
+    self_check: bool = False
     monitor_every: Annotated[int, Field(ge=0)] = 0
     monitor_policy: str | None = None
 

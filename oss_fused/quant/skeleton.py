@@ -37,7 +37,8 @@ class ModelSkeleton:
         model: the transformers model on the meta device.
         linears: name -> class of every linear layer, in model order.
         layers: number of decoder layers.
-        experts: "mxfp4" or "bf16" as the checkpoint stores them, None without experts.
+        experts: "mxfp4" or "bf16" as the reader gives them, None without experts.
+        stored_experts: as the files store them; an adapter makes the reader's of MXFP4 bf16.
         gated: names of experts that the checkpoint stores one by one, None for other families.
         tied: lm_head shares the embedding's weight.
     """
@@ -64,9 +65,12 @@ class ModelSkeleton:
         model: Any = self.model
         self._sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
         self.experts: str | None = None if self.gated is None else "bf16"
+        self.stored_experts = self.experts
         if self.config.model_type == "gpt_oss":
-            packed = any(_MXFP4_PARTS.match(name) for name in reader.names())
-            self.experts = "mxfp4" if packed else "bf16"
+            self.experts, self.stored_experts = (
+                "mxfp4" if any(map(_MXFP4_PARTS.match, names)) else "bf16"
+                for names in (reader.names(), reader.stored_names())
+            )
         self._check_tensors()
 
     @property

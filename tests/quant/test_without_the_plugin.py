@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A compressed-tensors output in a vLLM that does not know this package."""
+"""Compressed-tensors and MXFP4 outputs in a vLLM that does not know this package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from harness.model_factory import get_shape, make_model
 
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.recipe import make_recipe
+from tests.quant.runs import Models, calibrate, config_of, tensors, whole_model
 
 pytestmark = pytest.mark.serve
 
@@ -56,3 +57,39 @@ def test_vllm_alone_reads_the_same_model(tmp_path: Path) -> None:
     # near to each other as either is to bf16, which a wrong scale or weight would not leave so
     difference = (alone - plugin).abs().mean()
     assert difference < quantisation, (difference, quantisation)
+
+
+def test_vllm_maps_every_tensor_of_plain_mxfp4_to_a_parameter(
+    models: Models, tmp_path: Path
+) -> None:
+    """Names by vLLM's own mapper, shapes by what its MXFP4 loader takes them for."""
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+    calibrate(models("gpt-oss"), tmp_path / "out", format="mxfp4")
+    after, config = tensors(tmp_path / "out"), config_of(tmp_path / "out")
+    mapper = GptOssForCausalLM.hf_to_vllm_mapper
+    found = {mapper.apply_list([name])[0]: tensor for name, tensor in after.items()}
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts"
+        assert found[f"{experts}.w13_weight"].view(4, 2 * inner, -1).shape[-1] == hidden // 2
+        assert found[f"{experts}.w2_weight"].view(4, -1, inner // 2).shape[1] == hidden
+        assert found[f"{experts}.w13_weight_scale"].shape == (4, 2 * inner, hidden // 32)
+        assert found[f"{experts}.w2_weight_scale"].shape == (4, hidden, inner // 32)
+        assert {found[f"{experts}.{part}_bias"].dtype for part in ("w13", "w2")} == {torch.bfloat16}
+        assert f"model.layers.{layer}.attn.sinks" in found
+    assert not any(name.endswith(("_blocks", "_scales", "_proj")) for name in found)
+
+
+@pytest.mark.gpu
+def test_vllm_alone_serves_plain_mxfp4(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", get_shape("gpt-oss", "tiny"))
+    calibrate(tmp_path / "m", tmp_path / "out", format="mxfp4")
+    model = whole_model(tmp_path / "out")
+    found = score(tmp_path / "out", "")
+    for row, number in zip(found, range(1, 9)):
+        ids = torch.arange(5 * number, 5 * number + 20)
+        with torch.no_grad():
+            expected = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+        expected = expected.gather(1, ids[1:, None])[:, 0]
+        assert (row - expected).abs().mean() < 0.1

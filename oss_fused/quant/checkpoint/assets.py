@@ -17,6 +17,8 @@ _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USAGE_POLICY")
 # rewritten here, or about another set of weights
 _REPLACED = {"config.json", "README.md", "recipe.yaml", INDEX, "hf_quant_config.json"}
+# of a training run that saved into the same folder; of other weights
+_REPLACED |= {"trainer_state.json", "adapter_config.json", "self_check.json"}
 
 
 def find_assets(source: Path) -> dict[str, Path]:
@@ -44,7 +46,11 @@ def copy_assets(assets: Mapping[str, Path], target: Path) -> None:
 
 
 def write_config(
-    target: Path, config: dict[str, Any], quantization_config: dict[str, Any], untie: bool
+    target: Path,
+    config: dict[str, Any],
+    quantization_config: dict[str, Any],
+    untie: bool,
+    dtype: str | None = None,
 ) -> None:
     """Write config.json: the source's, with ``quantization_config`` and nothing else changed.
 
@@ -53,15 +59,19 @@ def write_config(
         config: the source's config.json.
         quantization_config: what is written under that name.
         untie: lm_head has a tensor of its own from now on.
+        dtype: of what is not quantised, None for the source's.
     """
     written = {**config, "quantization_config": quantization_config}
+    if dtype is not None:
+        written.pop("torch_dtype", None)  # its older name
+        written["dtype"] = dtype
     if untie:
         written["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def write_model_card(
-    target: Path, base_model: str, optimisations: dict[str, Any], recipe: str
+    target: Path, base_model: str, optimisations: dict[str, Any], recipe: str, kind: str = "FP8"
 ) -> None:
     """Write README.md: what this is, how to serve it, how it was made, what it measures.
 
@@ -70,20 +80,21 @@ def write_model_card(
         base_model: name of the source.
         optimisations: lines of the table "Optimisations": name -> value.
         recipe: recipe.yaml's text.
+        kind: "FP8" or "MXFP4".
     """
     front = {
         "base_model": base_model,
         "base_model_relation": "quantized",
         "library_name": "vllm",
         "pipeline_tag": "text-generation",
-        "tags": ["fp8", "oss_fused", "vllm"],
+        "tags": [kind.lower(), "oss_fused", "vllm"],
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in optimisations.items())
     text = f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
 
-# {base_model}, FP8
+# {base_model}, {kind}
 
 Made from {base_model} by oss_fused's `scripts/calibrate.py`.
 

@@ -126,7 +126,7 @@ def _is_output(folder: Path) -> bool:
         config: Any = json.loads((folder / "config.json").read_text())
         recipe: Any = yaml.safe_load((folder / "recipe.yaml").read_text())
         method = config["quantization_config"]["quant_method"]
-        formats = {"oss_fp8": "oss-fp8", "compressed-tensors": "compressed-tensors"}
+        formats = {"oss_fp8": "oss-fp8", "mxfp4": "mxfp4", "compressed-tensors": method}
         return bool(formats[method] == recipe["format"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return False

@@ -58,7 +58,7 @@ class CheckpointReader:
             )
         for name in ("config.json", INDEX):
             check_link(self.folder, self.folder / name)
-        self.config = _read_json(self.folder / "config.json") if config is None else config
+        self.config = read_json(self.folder / "config.json") if config is None else config
         self._files: dict[str, str] = self._locate()
         self._open: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -67,6 +67,10 @@ class CheckpointReader:
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
+        return sorted(self._files)
+
+    def stored_names(self) -> list[str]:
+        """Every tensor's name in the files, sorted; a subclass may show them under others."""
         return sorted(self._files)
 
     def __contains__(self, name: object) -> bool:
@@ -161,7 +165,7 @@ class CheckpointReader:
         index = self.folder / INDEX
         if not index.exists():
             return self._locate_without_index()
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: expected an object 'weight_map' of tensor -> file")
         for name, file in weight_map.items():
@@ -286,7 +290,12 @@ def _number(text: str) -> float:
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: no such file, or it holds something else, or a number that is not finite.
+    """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: is no file; expected an HF checkpoint")
     try:
