@@ -6,6 +6,7 @@
     doctor.py --hooks                                all that the plugin needs of vLLM, in a table
     doctor.py MODEL                                  and a checkpoint: files, shapes, scales, memory
     doctor.py MODEL --quantization oss_fp8 --smoke   and eight tokens from vLLM
+    doctor.py MODEL-oss-fp8 --self-check             and the log-probabilities kept in it
 
 Nothing of a checkpoint is executed, and no tensor but its scales is read. Prints a table to
 stderr. Exit codes: 0 fit to serve (warnings allowed), 1 a check failed, 2 bad arguments.
@@ -41,6 +42,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-memory-utilization", type=float, default=0.9, help="share (default: 0.9)")
     add("--trust-remote-code", action="store_true", help="the checkpoint may name Python code")
     add("--smoke", action="store_true", help="load the model in vLLM and generate eight tokens")
+    add(
+        "--self-check",
+        action="store_true",
+        help="and compare log-probabilities with those that calibrate.py kept in the checkpoint",
+    )
     add("--hooks", action="store_true", help="print every hook of vLLM and whether it fits")
     add("--json", type=Path, metavar="FILE", help="write the checks and the environment here")
     return parser

@@ -214,6 +214,10 @@ class OssFp8Config(QuantizationConfig):
         raw = None if is_draft(vllm_config) else raw_options(vllm_config)
         self.settings = settings.with_options(self.settings, raw)
         self._bits16 = bits16_layers(self.settings.serving.monitor_policy)
+        if self.settings.serving.self_check:
+            from oss_fused.plugin.self_check import install as install_self_check
+
+            install_self_check()
         fingerprint.record(vllm_config)
         if not self.settings.calibrated:
             self._unmatched_ignore = set(self.settings.ignore)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -47,6 +48,7 @@ class Options:
         gpu_memory_utilization: share of a GPU's memory that the server may take.
         trust_remote_code: the checkpoint may name Python code.
         smoke: generate a few tokens with vLLM.
+        self_check: compare log-probabilities with those in the checkpoint before that.
     """
 
     model: Path | None = None
@@ -57,6 +59,7 @@ class Options:
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
     smoke: bool = False
+    self_check: bool = False
 
 
 def diagnose(options: Options) -> Iterator[Check]:
@@ -78,10 +81,10 @@ def diagnose(options: Options) -> Iterator[Check]:
         return
     yield _describe(reader)
     yield guarded("memory", lambda: _check_memory(reader, options))
-    if options.smoke:
+    if options.smoke or options.self_check:
         yield guarded("smoke", lambda: _check_smoke(options))
     else:
-        yield Check("smoke", SKIP, "not asked for (--smoke)")
+        yield Check("smoke", SKIP, "not asked for (--smoke, --self-check)")
 
 
 def table(checks: Sequence[Check]) -> str:
@@ -171,7 +174,7 @@ def _check_memory(reader: CheckpointReader, options: Options) -> Check:
 
 def _check_smoke(options: Options) -> Check:
     """Generate eight tokens in a process of its own, so that its memory is free afterwards."""
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(options.model),
         "quantization": options.quantization,
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -179,6 +182,8 @@ def _check_smoke(options: Options) -> Check:
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "trust_remote_code": options.trust_remote_code,
     }
+    if options.self_check:
+        settings["additional_config"] = {"oss_fused": {"self_check": True}}
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _SMOKE, json.dumps(settings)],
@@ -190,10 +195,14 @@ def _check_smoke(options: Options) -> Check:
     )
     answer = [line for line in done.stdout.splitlines() if line.startswith("SMOKE ")]
     if done.returncode or not answer:
-        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        return Check("smoke", FAIL, f"ended with status {done.returncode}: {last[:300]}")
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        # an engine in a process of its own has the reason further up
+        reason = next((line for line in lines if "CheckpointError: self_check:" in line), lines[-1])
+        text = reason.rpartition("CheckpointError: ")[2]
+        return Check("smoke", FAIL, f"ended with status {done.returncode}: {text[:600]}")
     tokens, logprob = json.loads(answer[-1].removeprefix("SMOKE "))
     # NaN compares false
     if not logprob <= 0:
         return Check("smoke", FAIL, f"log-probability {logprob} of {tokens}: expected a number")
-    return Check("smoke", OK, f"{len(tokens)} tokens, log-probability {logprob:.2f}")
+    passed = "; the self-check passed" if options.self_check else ""
+    return Check("smoke", OK, f"{len(tokens)} tokens, log-probability {logprob:.2f}{passed}")

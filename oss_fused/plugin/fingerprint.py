@@ -37,7 +37,15 @@ SERVED = (
     "quant/scheme.py",
     "quant/settings.py",
 )
-_BESIDE = ("api_key.py", "build_info.py", "checkpoint.py", "doctor.py", "preflight.py", "monitor")
+_BESIDE = (
+    "api_key.py",
+    "build_info.py",
+    "checkpoint.py",
+    "doctor.py",
+    "preflight.py",
+    "self_check.py",
+    "monitor",
+)
 
 
 @functools.cache

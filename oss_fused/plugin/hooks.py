@@ -91,6 +91,7 @@ CALLED = {
     "vllm.model_executor.parameter:PerTensorScaleParameter": "data=0, weight_loader=0",
     "vllm.model_executor.utils:replace_parameter": "layer, name, tensor",
     "vllm.model_executor.utils:set_weight_attrs": "weight, attributes",
+    "vllm.transformers_utils.repo_utils:get_hf_file_to_dict": "file_name, model, revision",
     "vllm.transformers_utils.config:get_config": "model, trust_remote_code=0, revision=0",
     "vllm.utils.import_utils:resolve_obj_by_qualname": "name",
     "vllm.utils.torch_utils:_encode_layer_name": "name",
@@ -104,7 +105,14 @@ CALLED = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
     "vllm.v1.core.sched.scheduler:Scheduler": _SCHEDULER,
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "req_id=0, prompt_token_ids=0, mm_features=0, sampling_params=0, pooling_params=0, "
+        "block_ids=0, num_computed_tokens=0, lora_request=0, prefill_token_ids=0"
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput.make_empty": "",
     "vllm.v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model": "scheduler_output",
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
     f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor": (
         "cg_mode=0, num_tokens=0, num_reqs=0, num_active_loras=0, num_ubatches=0"
     ),
@@ -226,6 +234,10 @@ REPLACED = {
     f"{_LOADER}.reload.layerwise:finalize_layerwise_reload": f"{_OSS}.reload:_finalize",
     f"{_LOADER}.reload.layerwise:materialize_layer": f"{_OSS}.reload:_materialize",
     f"{_LOADER}.utils:record_metadata_for_reloading": f"{_OSS}.reload:_record",
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
+        f"{_PLUGIN}.self_check:_warm_up"
+    ),
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": f"{_PLUGIN}.self_check:_warm_up",
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.reset_weight_update_target": (
         f"{_OSS}.reload:_reset_target"
     ),
@@ -238,15 +250,16 @@ READ = {
     "vllm:SamplingParams": "",
     "vllm.config:VllmConfig": (
         "additional_config compilation_config kv_transfer_config lora_config model_config "
-        "parallel_config quant_config scheduler_config speculative_config use_v2_model_runner"
+        "num_lookahead_tokens parallel_config quant_config scheduler_config speculative_config "
+        "use_v2_model_runner"
     ),
     "vllm.config.compilation:CUDAGraphMode": "FULL NONE mixed_mode",
     "vllm.config.compilation:CompilationConfig": (
         "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
     ),
     "vllm.config.model:ModelConfig": (
-        "dtype get_hidden_size hf_config is_mm_prefix_lm max_model_len quantization rswa_window "
-        "runner_type trust_remote_code"
+        "dtype get_hidden_size hf_config is_mm_prefix_lm logprobs_mode max_model_len model "
+        "quantization revision rswa_window runner_type trust_remote_code"
     ),
     "vllm.config.parallel:ParallelConfig": (
         "data_parallel_rank pipeline_parallel_size rank use_ubatching worker_cls world_size"
@@ -323,7 +336,10 @@ READ = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "current_step kv_cache_manager max_model_len num_lookahead_tokens requests running"
     ),
-    "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "finished_req_ids num_scheduled_tokens num_spec_tokens_to_schedule scheduled_new_reqs "
+        "total_num_scheduled_tokens"
+    ),
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "block_pool block_size num_cached_block req_to_blocks"
@@ -339,7 +355,9 @@ READ = {
     "vllm.v1.request:RequestStatus": "RUNNING",
     "vllm.v1.engine:EngineCoreOutputs": "",
     "vllm.v1.metrics.stats:IterationStats": "",
-    "vllm.v1.outputs:ModelRunnerOutput": "",
+    "vllm.v1.outputs:AsyncModelRunnerOutput": "get_output",
+    "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
+    "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "dispatch",
     f"{_WORKER}.input_batch:InputBatch": (

@@ -142,6 +142,10 @@ def prepare_server(vllm_config: VllmConfig) -> None:
 
     options = serving_options(vllm_config)
     show_options(options)
+    if options.self_check:
+        from oss_fused.plugin.self_check import check_possible
+
+        check_possible(vllm_config)
     if options.monitor_every:
         _or_warn(_register_monitor)
     if options.short_step:
