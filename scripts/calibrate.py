@@ -201,9 +201,17 @@ def _add_scheme_options(add: Callable[..., Any]) -> None:
     )
     add(
         "--rounding",
-        choices=("auto", "nearest", "feedback"),
-        help="feedback weighs rounding errors by the inputs of --dataset (GPTQ on the FP8 grid); "
-        "auto: feedback with a dataset, else nearest (default: auto)",
+        choices=("auto", "nearest", "mse", "feedback"),
+        help="feedback weighs rounding errors by the inputs of --dataset (GPTQ on the grid of FP8 "
+        "or MXFP4); mse gives MXFP4 blocks the exponents of least squared error, nearest those of "
+        "the largest values; auto: feedback with a dataset, else mse for MXFP4 and nearest for FP8 "
+        "(default: auto)",
+    )
+    add(
+        "--base",
+        metavar="DIR",
+        help="with --experts mxfp4: the MXFP4 checkpoint that was fine-tuned; blocks that still "
+        "round to its codes keep them and their scale bit for bit",
     )
 
 
@@ -358,6 +366,14 @@ def report(summary: Summary) -> None:
             f"{len(summary.unrouted)} experts saw no calibration token and are rounded plainly"
             f"{_some(list(summary.unrouted))}"
         )
+    if summary.few:
+        lines.append(
+            f"{len(summary.few)} experts saw fewer calibration tokens than they have inputs and "
+            f"are rounded without feedback{_some(list(summary.few))}; more --num-samples help"
+        )
+    if summary.base_blocks is not None:
+        share = summary.base_blocks / summary.blocks
+        lines.append(f"{share:.1%} of the MXFP4 blocks are those of --base, bit for bit")
     lines.append(f"next: vllm serve {summary.output}")
     page = summary.output / FOLDER / "report.html"
     if page.is_file():

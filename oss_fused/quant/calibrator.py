@@ -25,6 +25,7 @@ from oss_fused.quant.checkpoint.source import SourceReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.dataset import PYTHON, file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerCalibration
+from oss_fused.quant.mxfp4_rounding import Mxfp4Rounder, open_base
 from oss_fused.quant.plan import CheckpointPlan, make_plan
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
@@ -82,6 +83,9 @@ class Summary:
         errors: step -> its metrics (``weight_error``, ``output_error``).
         seconds: wall time of this run.
         unrouted: experts that no calibration token was routed to; they are rounded plainly.
+        few: experts that some tokens were routed to, but too few for feedback.
+        blocks: number of blocks rounded to MXFP4.
+        base_blocks: those of them that are the base checkpoint's, None without one.
     """
 
     output: Path
@@ -93,6 +97,9 @@ class Summary:
     errors: dict[str, dict[str, Any]]
     seconds: float
     unrouted: tuple[str, ...] = ()
+    few: tuple[str, ...] = ()
+    blocks: int = 0
+    base_blocks: int | None = None
 
     def worst(self, count: int = 5) -> list[tuple[str, dict[str, Any]]]:
         """The linears with the largest error: of the output where known, else of the weight."""
@@ -131,6 +138,10 @@ class Run:
         self.source = self.reader.digest()
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: CheckpointPlan = make_plan(self.skeleton, recipe)
+        self.rounder = Mxfp4Rounder(
+            "nearest" if recipe.rounding == "nearest" else "mse",
+            None if recipe.base is None else open_base(recipe.base, self.skeleton),
+        )
         self.held_out: list[torch.Tensor] = []
         self.samples = self._load_samples() if base is None else []
 
@@ -147,6 +158,7 @@ class Run:
             self.base is not None,
             self.options.max_shard_bytes,
             dataset and file_digest(dataset),
+            *(() if self.rounder.base is None else (self.rounder.base.digest(),)),
         )
 
     def data(self) -> str | None:
@@ -213,7 +225,7 @@ class Run:
 
     def _write_tensors(self, writer: CheckpointWriter, progress: Progress) -> None:
         plan = self.plan
-        exporter = Exporter(plan, self.reader, writer, self.device, self.base)
+        exporter = Exporter(plan, self.reader, writer, self.device, self.base, self.rounder)
         stream = None
         if self.samples:
             stream = LayerStream(
@@ -224,6 +236,7 @@ class Run:
                 writer.state,
                 self.recipe.feedback,
                 writer.steps,
+                self.rounder,
             )
         calibration = LayerCalibration()
         entered: int | None = _NOWHERE
@@ -243,7 +256,13 @@ class Run:
         return LayerCalibration()
 
     def _summarise(self, writer: CheckpointWriter, seconds: float) -> Summary:
-        plan = self.plan
+        plan, metrics = self.plan, dict(writer.steps)
+        tokens = {
+            f"{step}.mlp.experts.{expert}": count
+            for step, noted in metrics.items()
+            for expert, count in enumerate(noted.get("expert_tokens", ()))
+        }
+        kept = [noted["base_blocks"] for noted in metrics.values() if "base_blocks" in noted]
         return Summary(
             output=self.options.output,
             source_bytes=self.reader.total_bytes(),
@@ -251,15 +270,22 @@ class Run:
             quantised=sum(scheme is not None for scheme in plan.schemes.values()),
             linears=len(plan.schemes),
             experts=plan.experts,
-            errors=dict(writer.steps),
+            errors=metrics,
             seconds=seconds,
-            unrouted=tuple(
-                f"{step}.mlp.experts.{expert}"
-                for step, metrics in writer.steps.items()
-                for expert, tokens in enumerate(metrics.get("expert_tokens", ()))
-                if not tokens
-            ),
+            unrouted=tuple(name for name, count in tokens.items() if not count),
+            few=tuple(name for name, count in tokens.items() if 0 < count < self._enough_tokens()),
+            blocks=sum(noted.get("mxfp4_blocks", 0) for noted in metrics.values()),
+            base_blocks=sum(kept) if kept else None,
         )
+
+    def _enough_tokens(self) -> int:
+        """Tokens that an expert needs for error feedback; 0 where experts have none."""
+        rounds = self.plan.experts != self.plan.source_experts == "bf16"
+        if not (self.recipe.feedback and rounds):
+            return 0
+        config = self.skeleton.config
+        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        return max(config.hidden_size, inner)
 
     def _load_samples(self) -> list[torch.Tensor]:
         recipe, limit = self.recipe, getattr(self.skeleton.config, "max_position_embeddings", None)
@@ -302,7 +328,11 @@ class Run:
         tokens = [len(sample) for sample in self.samples]
         record = build_record(
             self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.search
-        ).model_copy(update={"source": self.source, "data": self.data()})
+        )
+        base = self.rounder.base and self.rounder.base.digest()
+        record = record.model_copy(
+            update={"source": self.source, "data": self.data(), "base": base}
+        )
         write_record(writer.partial, record)
         recipe = self.recipe.to_yaml()
         (writer.partial / "recipe.yaml").write_text(recipe)
@@ -365,6 +395,8 @@ def check_output(options: RunOptions, recipe: Recipe) -> None:
     folders = {"MODEL": options.model}
     if options.adapter is not None:
         folders["--adapter"] = options.adapter
+    if recipe.base is not None:
+        folders["--base"] = Path(recipe.base)
     flag = f"--output={str(options.output)!r}"
     check_apart(output, flag, folders | ({} if stage is None else {"--fp8-stage": stage}), files)
     if stage is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch import nn
 
 from oss_fused.quant.experts import PARTS, expert_to_fp8
 from oss_fused.quant.formats import dequantize, fake_quantize
-from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
+from oss_fused.quant.mxfp4 import unpack_mxfp4
+from oss_fused.quant.mxfp4_rounding import Mxfp4Rounder, Packed, round_to_mxfp4_with_feedback
+from oss_fused.quant.rounding import (
+    InputBasis,
+    InputMoments,
+    input_basis,
+    round_with_feedback,
+)
 
 
 class ExpertWatch:
@@ -20,35 +28,65 @@ class ExpertWatch:
         tokens: by expert.
     """
 
-    def __init__(self, experts: Any, moments: bool) -> None:
-        """Watch a module of experts, which computes as the unquantised model does."""
+    def __init__(self, experts: Any, storage: str | None) -> None:
+        """Watch a module of experts, which computes as the unquantised model does.
+
+        Args:
+            experts: transformers' module.
+            storage: "fp8" or "mxfp4", for which weights will be rounded with feedback; None sums no
+                moments.
+        """
         self.experts = experts
         self.tokens = [0] * experts.num_experts
-        self._moments: dict[tuple[str, int], InputMoments] | None = {} if moments else None
+        # inputs as weights meet them: those of MXFP4 experts stay in 16 bits
+        self._as_served = fake_quantize if storage == "fp8" else _as_they_are
+        self._moments: dict[tuple[str, int], InputMoments] | None = {} if storage else None
         self._handle = experts.register_forward_pre_hook(self._see)
 
     def close(self) -> None:
         """Stop watching."""
         self._handle.remove()
 
-    def rounded(self, module: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def rounded_to_fp8(self, module: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Codes and scales with error feedback, by the tensors' name less its suffix.
 
         Experts that fewer tokens than inputs were routed to are left out: feedback would fit the
         weights to those few.
         """
         result = {}
-        shorts = dict(PARTS)
-        for part, expert in sorted(self._moments or {}):
-            assert self._moments is not None
-            moments = self._moments.pop((part, expert))
-            weight = _matrix(self.experts, part, expert)
-            if moments.count < weight.shape[1]:
-                continue
-            name = f"{module}.{expert}.{shorts[part]}"
-            q, scale = round_with_feedback(weight, input_basis(moments.mean(name)))
-            result[name] = (q.cpu(), scale.cpu())
+        for part, short, expert, weight in self._weights():
+            name = f"{module}.{expert}.{short}"
+            basis = self._basis(part, expert, name)
+            if basis is not None:
+                q, scale = round_with_feedback(weight, basis)
+                result[name] = (q.cpu(), scale.cpu())
         return result
+
+    def rounded_to_mxfp4(self, module: str, rounder: Mxfp4Rounder) -> dict[str, Packed]:
+        """Blocks and scales of every expert; feedback where enough tokens were routed to it."""
+        result = {}
+        for part, short, expert, weight in self._weights():
+            name = f"{module}.{expert}.{short}"
+            basis = self._basis(part, expert, name)
+            if basis is None:
+                packed = rounder.round(weight, f"{module}.{part}", expert)
+            else:
+                kept = rounder.kept(weight, f"{module}.{part}", expert)
+                packed = round_to_mxfp4_with_feedback(weight, basis, kept)
+            result[name] = (packed[0].cpu(), packed[1].cpu())
+        return result
+
+    def _weights(self) -> Iterator[tuple[str, str, int, torch.Tensor]]:
+        for part, short in PARTS:
+            for expert in range(self.experts.num_experts):
+                yield part, short, expert, _matrix(self.experts, part, expert)
+
+    def _basis(self, part: str, expert: int, name: str) -> InputBasis | None:
+        """Of an expert's inputs, whose moments are dropped; None if feedback would fit too few."""
+        moments = (self._moments or {}).pop((part, expert), None)
+        if moments is None or moments.count < len(moments.total):
+            return None
+        return input_basis(moments.mean(name))
 
     def _see(self, experts: Any, arguments: tuple[Any, ...]) -> None:
         hidden, indices = arguments[:2]
@@ -56,10 +94,10 @@ class ExpertWatch:
             rows = hidden[(indices == expert).any(-1)]
             self.tokens[expert] += rows.shape[0]
             if self._moments is not None:
-                x = fake_quantize(rows)
+                x = self._as_served(rows)
                 self._add("gate_up_proj", expert, x)
                 gate_up = _linear(experts, "gate_up_proj", expert, x)
-                self._add("down_proj", expert, fake_quantize(experts._apply_gate(gate_up)))
+                self._add("down_proj", expert, self._as_served(experts._apply_gate(gate_up)))
 
     def _add(self, part: str, expert: int, x: torch.Tensor) -> None:
         assert self._moments is not None
@@ -67,6 +105,19 @@ class ExpertWatch:
         if key not in self._moments:
             self._moments[key] = InputMoments(x.shape[-1], x.device)
         self._moments[key].see(x)
+
+
+def _as_they_are(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def serve_in_mxfp4(experts: Any, module: str, rounded: Mapping[str, Packed]) -> None:
+    """Give a module of experts the weights it gets."""
+    for part, short in PARTS:
+        for expert in range(experts.num_experts):
+            weight = _matrix(experts, part, expert)
+            blocks, scales = (t.to(weight.device) for t in rounded[f"{module}.{expert}.{short}"])
+            weight.copy_(unpack_mxfp4(blocks, scales, weight.dtype))
 
 
 def serve_in_fp8(

@@ -15,7 +15,8 @@ import torch
 from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import amax_to_scale, quantize
-from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
+from oss_fused.quant.mxfp4 import unpack_mxfp4
+from oss_fused.quant.mxfp4_rounding import LEAST_ERROR, Mxfp4Rounder
 
 Rounded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 _NONE: Rounded = {}
@@ -89,11 +90,13 @@ def convert_experts(
     target: str,
     rounded: Rounded = _NONE,
     gated: GatedExperts | None = None,
+    rounder: Mxfp4Rounder = LEAST_ERROR,
+    device: torch.device = _CPU,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the output tensors of ``module`` stored as ``target``: "mxfp4", "fp8" or "bf16".
 
     ``rounded`` holds codes and scales by tensor name less its suffix, where calibration found
-    better ones than plain rounding gives.
+    better ones than plain rounding gives; the others that become MXFP4 are for ``rounder``.
     """
     for long, short in PARTS:
         if gated is not None:
@@ -123,7 +126,13 @@ def convert_experts(
             )
             yield prefix, torch.stack(list(rows))
         else:
-            pairs = [pack_mxfp4(read_expert(reader, module, long, e)) for e in range(count)]
+            pairs = []
+            for expert in range(count):
+                found = rounded.get(f"{module}.{expert}.{short}")
+                if found is None:
+                    weight = read_expert(reader, module, long, expert, device)
+                    found = rounder.round(weight, prefix, expert)
+                pairs.append([part.cpu() for part in found])
             yield f"{prefix}_blocks", torch.stack([blocks for blocks, _ in pairs])
             yield f"{prefix}_scales", torch.stack([scales for _, scales in pairs])
         yield f"{prefix}_bias", bias

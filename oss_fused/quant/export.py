@@ -14,6 +14,7 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.experts import convert_experts
 from oss_fused.quant.formats import FORMATS, dequantize, quantize
+from oss_fused.quant.mxfp4_rounding import LEAST_ERROR, Mxfp4Rounder
 from oss_fused.quant.plan import CheckpointPlan, Step
 from oss_fused.quant.scaler_choice import choose_group_size
 from oss_fused.quant.smoothing import Rescaled
@@ -53,9 +54,11 @@ class Exporter:
         writer: CheckpointWriter,
         device: torch.device,
         base: CheckpointReader | None = None,
+        rounder: Mxfp4Rounder = LEAST_ERROR,
     ) -> None:
         """Take the parts; with ``base``, quantised tensors come from that checkpoint."""
         self.base = base
+        self.rounder = rounder
         self.plan = plan
         self.reader = reader
         self.writer = writer
@@ -73,7 +76,7 @@ class Exporter:
         elif step.kind == "linear":
             metrics = self._linear(step, calibration)
         elif step.kind == "experts":
-            self._experts(step, calibration)
+            metrics = self._experts(step, calibration)
         else:
             self._kv(step, calibration)
         self.writer.done(step.name, metrics)
@@ -106,12 +109,12 @@ class Exporter:
             metrics["group"] = {"size": size, "error": error, "clip_ratio": clipped}
         return {**metrics, **calibration.linears.get(step.name, {})}
 
-    def _experts(self, step: Step, calibration: LayerCalibration) -> None:
+    def _experts(self, step: Step, calibration: LayerCalibration) -> dict[str, int]:
         dtypes = {spec.name: spec.dtype for spec in step.specs}
         if self.base is not None:
             for name, dtype in dtypes.items():
                 self.writer.write(name, self.base.read(name).to(dtype))
-            return
+            return {}
         converted = convert_experts(
             self.reader,
             step.name,
@@ -119,9 +122,20 @@ class Exporter:
             str(self.plan.experts),
             calibration.weights,
             self.plan.gated,
+            self.rounder,
+            self.device,
         )
+        count = same = 0
+        blocks = torch.empty(0)
         for name, tensor in converted:
             self.writer.write(name, tensor.to(dtypes[name]))
+            if name.endswith("_blocks"):
+                blocks = tensor
+            elif name.endswith("_scales"):
+                count += tensor.numel()
+                same += self.rounder.count_base(name.removesuffix("_scales"), blocks, tensor)
+        metrics = {"mxfp4_blocks": count} if count else {}
+        return metrics if self.rounder.base is None else {**metrics, "base_blocks": same}
 
     def _kv(self, step: Step, calibration: LayerCalibration) -> None:
         if self.base is not None:

@@ -8,7 +8,7 @@ made from shapes alone, before any weight is read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -59,6 +59,7 @@ class CheckpointPlan:
         source_experts: how the source stores them.
         expert_count: experts per layer, 0 without.
         gated: names of experts stored one by one, None for other families.
+        expert_rounding: how experts are rounded to MXFP4, None where they are not.
         untie: lm_head gets a tensor of its own although the source ties it to the embedding.
         kv_scales: the output holds k_scale and v_scale.
         format: of the output, as the recipe names it.
@@ -80,6 +81,7 @@ class CheckpointPlan:
     smoothing: float | None = None
     expert_count: int = 0
     gated: GatedExperts | None = None
+    expert_rounding: Literal["nearest", "mse", "feedback"] | None = None
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -127,6 +129,13 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
     """
     chosen = choose_schemes(skeleton, recipe)
     experts = _choose_experts(skeleton, recipe)
+    rounds = (skeleton.experts, experts) == ("bf16", "mxfp4")
+    for name, value in (("rounding", recipe.rounding == "mse" and "mse"), ("base", recipe.base)):
+        if value and not rounds:
+            raise SchemeError(
+                f"{name}={value!r}: is for rounding to MXFP4; expected experts='mxfp4' and a "
+                f"gpt-oss with experts in 16 or 32 bits"
+            )
     head = chosen.get("lm_head")
     if recipe.format == "mxfp4":
         _check_mxfp4(skeleton, recipe)
@@ -163,6 +172,7 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
         smoothing=recipe.smoothing,
         expert_count=skeleton.expert_count if skeleton.experts else 0,
         gated=skeleton.gated,
+        expert_rounding=recipe.expert_rounding if rounds else None,
     )
 
 

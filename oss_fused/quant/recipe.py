@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
-_YOUNGER = ("clip_target", "group_candidates", "smoothing", "self_check")
+_YOUNGER = ("clip_target", "group_candidates", "smoothing", "self_check", "base")
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -46,8 +46,10 @@ class Recipe(BaseModel):
 
     ``lm_head`` and ``experts`` of "auto" follow the model: gpt-oss has its lm_head in FP8 and its
     experts as they are; dense models keep lm_head. ``rounding`` of "auto" takes error feedback
-    where there is a dataset. ``accuracy_target`` is the perplexity factor, estimated as
-    exp(mean KL), that a search for overrides must meet; the recipe it writes holds what it found.
+    where there is a dataset, and else rounds to nearest, MXFP4 with the exponents of least squared
+    error ("mse"). ``base`` is the MXFP4 checkpoint that was fine-tuned. ``accuracy_target`` is the
+    perplexity factor, estimated as exp(mean KL), that a search for overrides must meet; the recipe
+    it writes holds what it found.
 
     ``clip_target`` is the share of values that may saturate: static scales (of inputs, keys and
     values) have the least squared error within it, instead of clipping nothing. Of
@@ -67,7 +69,8 @@ class Recipe(BaseModel):
     lm_head: Literal["auto", "fp8", "bf16"] = "auto"
     experts: Literal["auto", "mxfp4", "fp8", "bf16"] = "auto"
     kv_cache: Literal["none", "fp8"] = "none"
-    rounding: Literal["auto", "nearest", "feedback"] = "auto"
+    rounding: Literal["auto", "nearest", "mse", "feedback"] = "auto"
+    base: str | None = None
     accuracy_target: float | None = Field(default=None, gt=1)
     clip_target: float | None = Field(default=None, ge=0, lt=1)
     group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -126,6 +129,13 @@ class Recipe(BaseModel):
     def checks_itself(self) -> bool:
         """True if the output holds self_check.json."""
         return self.self_check == "on" or (self.self_check == "auto" and self.dataset is not None)
+
+    @property
+    def expert_rounding(self) -> Literal["nearest", "mse", "feedback"]:
+        """How values are rounded to MXFP4, where they are."""
+        if self.feedback:
+            return "feedback"
+        return "nearest" if self.rounding == "nearest" else "mse"
 
     def digest(self, *parts: Any) -> str:
         """Short hash of the recipe and of whatever else decides the result."""

@@ -94,6 +94,8 @@ class LayerRecord(_Frozen):
         v_scale: static scale of the cached values.
         kv_cache: "fp8", or "bf16" where the cache of this layer is kept in 16 bits.
         expert_tokens: calibration tokens routed to each expert.
+        mxfp4_blocks: blocks of 32 values that were rounded to MXFP4.
+        base_blocks: those of them that are, bit for bit, the base checkpoint's.
     """
 
     layer: int
@@ -102,6 +104,8 @@ class LayerRecord(_Frozen):
     v_scale: float | None = None
     kv_cache: Literal["fp8", "bf16"] | None = None
     expert_tokens: tuple[int, ...] | None = None
+    mxfp4_blocks: int | None = None
+    base_blocks: int | None = None
 
 
 class MixRecord(_Frozen):
@@ -127,7 +131,10 @@ class CalibrationRecord(_Frozen):
         model: name of the source folder.
         format: "oss-fp8", "compressed-tensors" or "mxfp4".
         scheme: of the recipe.
-        rounding: "feedback" or "nearest".
+        rounding: of linears: "feedback" or "nearest".
+        expert_rounding: of experts to MXFP4: "nearest", "mse" or "feedback"; None where they were
+            not rounded to it.
+        base: hash of the checkpoint that ``--base`` names, as ``source``.
         experts: how experts are stored, None without experts.
         samples: number of calibration samples, 0 without data.
         tokens: in them.
@@ -147,6 +154,8 @@ class CalibrationRecord(_Frozen):
     format: str
     scheme: str
     rounding: str
+    expert_rounding: Literal["nearest", "mse", "feedback"] | None = None
+    base: str | None = None
     experts: str | None
     samples: int
     tokens: int

@@ -79,6 +79,7 @@ def build_record(
         format=recipe.format,
         scheme=recipe.scheme,
         rounding="feedback" if recipe.feedback else "nearest",
+        expert_rounding=plan.expert_rounding,
         experts=plan.experts,
         samples=len(tokens) if search is None else search.record.samples,
         tokens=sum(tokens) if search is None else search.record.tokens,
@@ -87,7 +88,14 @@ def build_record(
         accuracy_target=recipe.accuracy_target if search is None else search.target,
         linears=tuple(linears),
         layers=tuple(
-            LayerRecord(layer=layer, kv_cache=cache, **metrics.get(layer_step(layer), {}))
+            LayerRecord(
+                layer=layer,
+                kv_cache=cache,
+                **{
+                    **metrics.get(layer_step(layer), {}),
+                    **metrics.get(str(skeleton.experts_of(layer)), {}),
+                },
+            )
             for layer in range(skeleton.layers)
         ),
         mixes=() if search is None else tuple(search.mixes),

@@ -8,6 +8,7 @@ output is taken back by the columns still to come. Inputs enter as ``H = sum of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ _BLOCK = 32
 # scales tried per row, within the binade below amax / max: an 8-bit float has the same relative
 # step everywhere, so only the phase of the grid against the row's values is left to choose
 _SCALE_STEPS = 8
+# place in the order of columns, the column [N] -> its codes, and the values they stand for
+RoundColumn = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class InputMoments:
@@ -134,7 +137,8 @@ def round_with_feedback(
     if basis.factor is None:
         return plain, plain_scale
     scale = search_scale(weight, moments, fmt)
-    codes = _feedback(weight.t().index_select(0, basis.order), scale, basis.factor, fmt)
+    rest = weight.t().index_select(0, basis.order)
+    codes = feedback(rest, basis.factor, _fp8_columns(scale, fmt), fmt.dtype)
     # torch indexes no float8: move the bytes
     codes = codes.view(torch.uint8).index_select(0, basis.order.argsort()).t().contiguous()
     better = output_error(weight, dequantize(codes.view(fmt.dtype), scale), moments) < output_error(
@@ -145,36 +149,53 @@ def round_with_feedback(
     return picked.view(fmt.dtype), torch.where(chosen, scale, plain_scale)
 
 
-def _feedback(
-    rest: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, fmt: FP8Format
-) -> torch.Tensor:
-    """Round [K, N] row by row (a row is a column of the weight: contiguous here), in place.
+def _fp8_columns(scale: torch.Tensor, fmt: FP8Format) -> RoundColumn:
+    """Rounds columns [N] of a weight whose rows have the scales [N, 1]."""
+    flat, inverse_scale = scale.squeeze(-1), scale.reciprocal().squeeze(-1)
 
-    Blocks of rows pass their errors on with one GEMM.
+    def round_column(_: int, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = (column * inverse_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+        return code, code.float() * flat
+
+    return round_column
+
+
+def feedback(
+    rest: torch.Tensor, factor: torch.Tensor, round_column: RoundColumn, dtype: torch.dtype
+) -> torch.Tensor:
+    """Round ``rest`` [K, N] column after column; each takes the errors of those before it.
+
+    Args:
+        rest: columns of a weight as rows, which are contiguous, in an InputBasis' order; changed.
+        factor: of the InputBasis.
+        round_column: rounds one.
+        dtype: of the codes.
+
+    Returns:
+        Codes [K, N] in the same order.
     """
     # one thread: for thousands of small operations, synchronising threads costs more than they gain
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _round_rows(rest, scale, factor, fmt)
+        return _feedback(rest, factor, round_column, dtype)
     finally:
         torch.set_num_threads(threads)
 
 
-def _round_rows(
-    rest: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, fmt: FP8Format
+def _feedback(
+    rest: torch.Tensor, factor: torch.Tensor, round_column: RoundColumn, dtype: torch.dtype
 ) -> torch.Tensor:
     columns, rows = rest.shape
-    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=rest.device)
-    flat, inverse_scale = scale.squeeze(-1), scale.reciprocal().squeeze(-1)
+    codes = torch.empty(columns, rows, dtype=dtype, device=rest.device)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
         block, local = rest[start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(block)
         for j, pivot in enumerate(local.diagonal().tolist()):
-            code = (block[j] * inverse_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-            errors[j] = (block[j] - code.float() * flat) / pivot
+            codes[start + j], rounded = round_column(start + j, block[j])
+            errors[j] = (block[j] - rounded) / pivot
             block[j + 1 :].addr_(local[j, j + 1 :], errors[j], alpha=-1)
-            codes[start + j] = code
+        # the errors of a block reach all later columns in one GEMM
         rest[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
     return codes

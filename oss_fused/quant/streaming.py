@@ -18,9 +18,10 @@ from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
 from oss_fused.quant.checkpoint.writer import sync
-from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8
+from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8, serve_in_mxfp4
 from oss_fused.quant.export import LayerCalibration
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
+from oss_fused.quant.mxfp4_rounding import LEAST_ERROR, Mxfp4Rounder
 from oss_fused.quant.observers import (
     CacheObserver,
     OutputError,
@@ -54,6 +55,7 @@ class LayerStream:
         state: Path,
         feedback: bool,
         done: Container[str],
+        rounder: Mxfp4Rounder = LEAST_ERROR,
     ) -> None:
         """Take up the hidden states saved in ``state``, or embed the samples.
 
@@ -65,9 +67,10 @@ class LayerStream:
             state: folder for hidden states between layers.
             feedback: round weights with error feedback instead of to the nearest.
             done: steps that the journal knows: states after a layer that it does not know are left.
+            rounder: of experts to MXFP4 without feedback.
         """
         self.skeleton, self.plan, self.device, self.state = skeleton, plan, device, state
-        self.feedback = feedback
+        self.feedback, self.rounder = feedback, rounder
         self.runner = LayerRunner(skeleton, device)
         saved = [count for count in self._saved_layers() if layer_step(count - 1) in done]
         stored = _load_states(self._path(max(saved))) if saved else None
@@ -106,6 +109,8 @@ class LayerStream:
         if self.plan.experts == "fp8" and experts is not None:
             mxfp4 = self.plan.source_experts == "mxfp4"
             serve_in_fp8(layer.mlp.experts, experts, calibration.weights, mxfp4)
+        elif self.plan.expert_rounding is not None and experts is not None:
+            serve_in_mxfp4(layer.mlp.experts, experts, calibration.weights)
         self._advance(layer, index, cache, errors)
         calibration.linears = {name: error.metrics() for name, (error, _) in errors.items()}
         calibration.layer["cumulative_error"] = drift(self.baseline, self.hidden)
@@ -208,15 +213,19 @@ class LayerStream:
         if experts is not None:
             experts.close()
             calibration.layer["expert_tokens"] = experts.tokens
-            calibration.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
+            module = str(self.skeleton.experts_of(index))
+            if self.plan.expert_rounding is None:
+                calibration.weights |= experts.rounded_to_fp8(module)
+            else:
+                calibration.weights |= experts.rounded_to_mxfp4(module, self.rounder)
         return calibration
 
     def _watch_experts(self, layer: Any) -> ExpertWatch | None:
         if not hasattr(layer.mlp, "experts"):
             return None
         # MXFP4 values are exact in FP8: nothing is left to make up for
-        rounds = self.plan.experts == "fp8" and self.plan.source_experts == "bf16"
-        return ExpertWatch(layer.mlp.experts, self.feedback and rounds)
+        rounds = self.feedback and self.plan.source_experts == "bf16" != self.plan.experts
+        return ExpertWatch(layer.mlp.experts, self.plan.experts if rounds else None)
 
     def _quantise(
         self, linears: dict[str, nn.Linear], calibration: LayerCalibration

@@ -124,6 +124,21 @@ def test_a_wrong_path_and_an_existing_output(script, model, tmp_path, capsys) ->
     assert "exists; choose another folder or pass --overwrite" in capsys.readouterr().err
 
 
+def test_the_summary_names_experts_without_feedback_and_counts_the_bases_blocks(
+    script, capsys
+) -> None:
+    few = tuple(f"model.layers.0.mlp.experts.{i}" for i in range(4))
+    facts = {"source_bytes": 9, "output_bytes": 3, "quantised": 0, "linears": 2, "seconds": 1.0}
+    summary = script.Summary(
+        Path("out"), experts="mxfp4", errors={}, few=few, blocks=200, base_blocks=150, **facts
+    )
+    script.report(summary)
+    said = capsys.readouterr().err
+    assert "4 experts saw fewer calibration tokens than they have inputs" in said
+    assert "(model.layers.0.mlp.experts.0, " in said and "more --num-samples" in said
+    assert "75.0% of the MXFP4 blocks are those of --base, bit for bit" in said
+
+
 def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
     for size in ("5", "GB", "-1GB", "0MB"):
         with pytest.raises(SystemExit) as stop:
