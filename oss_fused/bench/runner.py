@@ -116,11 +116,15 @@ def oracle(problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Verification:
-    """Outcome over all cases: passed, or the first case that failed and why."""
+    """Outcome over all cases: passed, or the first case that failed and why.
+
+    ``relative_error`` is the largest relative L2 error of the cases that ran.
+    """
 
     passed: bool
     case: str
     result: AccuracyResult
+    relative_error: float = 0.0
 
 
 def verify(
@@ -151,7 +155,9 @@ def verify(
         changed = [n for n, v in before.items() if not _same(v, on_device[n])]
         if result.passed and changed:
             result = replace(result, passed=False, reason=f"input {changed[0]} was overwritten")
-        verdict = Verification(result.passed, case, result)
+        distance = result.metrics.relative_l2 if result.metrics else 0.0
+        largest = max(verdict.relative_error, distance)
+        verdict = Verification(result.passed, case, result, largest)
         if not result.passed:
             return verdict
     return verdict

@@ -63,6 +63,7 @@ class BenchmarkRow:
     energy_mj: float | None = None
     gops_per_watt: float | None = None
     speedup: float | None = None
+    relative_error: float | None = None
     samples_ms: list[float] = field(default_factory=list)
 
     @property
@@ -257,6 +258,7 @@ class BenchmarkSuite(OperatorBenchmarks):
             bottleneck=point.bottleneck.value,
             energy_mj=energy,
             gops_per_watt=gops_per_watt(problem.flops, energy) if energy else None,
+            relative_error=verdict.relative_error,
             samples_ms=samples,
         )
 

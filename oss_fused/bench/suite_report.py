@@ -50,6 +50,18 @@ def make_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings, draw: bool = T
         draw: with charts.
     """
     report = Report("Benchmark")
+    add_operations(report, rows, ceilings, draw)
+    return report
+
+
+def add_operations(
+    report: Report,
+    rows: Sequence[BenchmarkRow],
+    ceilings: Ceilings,
+    draw: bool = True,
+    level: int = 2,
+) -> None:
+    """Roofs, a scoreboard, and per operation a heading, charts and rows; remedies last."""
     flops = ", ".join(f"{name} {value:.4g} TFLOP/s" for name, value in ceilings.tflops.items())
     report.paragraph(
         f"{ceilings.device}: measured copy {ceilings.bandwidth_gbps:.4g} GB/s, products {flops}"
@@ -63,7 +75,7 @@ def make_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings, draw: bool = T
     best = winners(rows)
     for operation in dict.fromkeys(row.operation for row in rows):
         group = [row for row in rows if row.operation == operation]
-        report.heading(operation)
+        report.heading(operation, level)
         if draw:
             report.charts(_charts(operation, group, ceilings))
         fastest = {id(row) for row in best.values()}
@@ -81,7 +93,6 @@ def make_report(rows: Sequence[BenchmarkRow], ceilings: Ceilings, draw: bool = T
     for kind in dict.fromkeys(row.bottleneck for row in rows if row.bottleneck):
         report.heading(f"Limited by {kind}: what to try", 3)
         report.items(REMEDIES[Bottleneck(kind)])
-    return report
 
 
 def scoreboard(rows: Sequence[BenchmarkRow]) -> list[list[str]]:
@@ -165,8 +176,26 @@ def _charts(operation: str, rows: Sequence[BenchmarkRow], ceilings: Ceilings) ->
         for row in sorted(timed.values(), key=lambda row: names.index(row.implementation))
         if row.tflops and row.bandwidth_gbps
     ]
+    if len(problems) > 1:
+        drawn[f"efficiency {operation}"] = _efficiency(rows, names)
     if points:
         drawn[f"roofline {operation}"] = charts.roofline(
             points, ceilings.bandwidth_gbps, ceilings.tflops
         )
     return drawn
+
+
+def _efficiency(rows: Sequence[BenchmarkRow], names: Sequence[str]) -> bytes:
+    """Share of the roof that each implementation reaches, from the smallest problem up."""
+    timed = [row for row in rows if row.latency_ms and row.tflops]
+    # FLOPs of a problem: the same for all implementations
+    work = {row.problem: (row.tflops or 0.0) * (row.latency_ms or 0.0) for row in timed}
+    problems = sorted(work, key=lambda problem: work[problem])
+    share = {
+        (row.implementation, row.problem): 100
+        * max(row.bandwidth_utilization or 0.0, row.flops_utilization or 0.0)
+        for row in timed
+    }
+    series = {name: [share.get((name, problem)) for problem in problems] for name in names}
+    title = "share of the nearer roof; larger problems to the right"
+    return charts.groups(problems, series, "of the roof, %", title, "problem")

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oss_fused.bench import charts
+from oss_fused.bench.report import Report
 from oss_fused.files import write_json
 
 DEFAULTS = {"attention_fp8_p99_abs": 3e-2, "attention_fp8_clip_ratio": 0.03}
 TREND_RUNS = 100
+_FIGURES = {"p99", "clip", "kl", "group_size"}
 # runs that a limit of the trend needs, and room above their mean where they are all alike
 _ADAPTIVE_RUNS, _LEAST_ROOM = 5, 1.05
 # a clip ratio below this share of its limit wastes range
@@ -49,17 +52,27 @@ def load_limits(path: Path | None, flags: Mapping[str, float | None]) -> dict[st
     return limits
 
 
+def load_trend(path: Path) -> list[dict[str, float]]:
+    """The runs in the file, oldest first.
+
+    Raises:
+        ValueError: the file is no list of runs; names it.
+    """
+    runs = _read(path)
+    if not isinstance(runs, list) or not all(
+        isinstance(one, dict) and one.keys() >= _FIGURES for one in runs
+    ):
+        raise ValueError(f"{path}: expected a list of runs with {', '.join(sorted(_FIGURES))}")
+    return runs
+
+
 def append_trend(path: Path, run: Mapping[str, float]) -> list[dict[str, float]]:
     """Add a run to the file; returns the last TREND_RUNS, oldest first.
 
     Raises:
-        ValueError: the file is no list of such runs; names it.
+        ValueError: the file is no list of runs; names it.
     """
-    runs = _read(path) if path.exists() else []
-    if not isinstance(runs, list) or not all(
-        isinstance(one, dict) and run.keys() <= one.keys() for one in runs
-    ):
-        raise ValueError(f"{path}: expected a list of runs with {', '.join(run)}")
+    runs = load_trend(path) if path.exists() else []
     runs = [*runs, dict(run)][-TREND_RUNS:]
     write_json(path, runs)
     return runs
@@ -118,21 +131,45 @@ def advice(runs: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> 
 
 def report(runs: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> str:
     """Markdown: limits, means and quantiles of the trend, its last runs, advice."""
-    lines = ["# FP8 attention", "", "| limit | value |", "|---|---|"]
-    lines += [f"| {name} | {value:.4g} |" for name, value in limits.items()]
-    lines += ["", f"## Trend of {len(runs)} runs", ""]
-    lines += ["| figure | mean | p50 | p90 | last |", "|---|---|---|---|---|"]
+    made = Report("FP8 attention")
+    add_trend(made, runs, limits, draw=False)
+    return made.markdown()
+
+
+def add_trend(
+    made: Report,
+    runs: Sequence[Mapping[str, float]],
+    limits: Mapping[str, float],
+    draw: bool = True,
+) -> None:
+    """Sections on the trend and what to do about its last run."""
+    made.table(("limit", "value"), [(name, f"{value:.4g}") for name, value in limits.items()])
+    made.heading(f"Trend of {len(runs)} runs")
+    if draw and len(runs) > 1:
+        made.charts({"trend": trend_chart(runs)})
+    rows = []
     for key in ("p99", "clip", "kl"):
         values = sorted(run[key] for run in runs)
         p50, p90 = (values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.9))
         cells = (statistics.fmean(values), p50, p90, runs[-1][key])
-        lines.append(f"| {key} | " + " | ".join(f"{value:.4g}" for value in cells) + " |")
-    lines += ["", "## Last runs", "", "| p99 | clip ratio | KL | group size |", "|---|---|---|---|"]
-    for run in runs[-_LAST:]:
-        values_of = " | ".join(f"{run[key]:.4g}" for key in ("p99", "clip", "kl"))
-        lines.append(f"| {values_of} | {run['group_size']} |")
-    lines += ["", "## Advice", "", *(f"- {line}" for line in advice(runs, limits))]
-    return "\n".join(lines) + "\n"
+        rows.append((key, *(f"{value:.4g}" for value in cells)))
+    made.table(("figure", "mean", "p50", "p90", "last"), rows)
+    made.heading("Last runs")
+    names = ("p99", "clip", "kl", "group_size")
+    last = [tuple(f"{run[name]:.4g}" for name in names) for run in runs[-_LAST:]]
+    made.table(("p99", "clip ratio", "KL", "group size"), last)
+    made.heading("Advice")
+    made.items(advice(runs, limits))
+
+
+def trend_chart(runs: Sequence[Mapping[str, float]]) -> bytes:
+    """PNG: p99, clip ratio and KL over the runs, relative to the first of each that is not 0."""
+    series = {}
+    for key, label in (("p99", "99th percentile"), ("clip", "clip ratio"), ("kl", "KL")):
+        first = next((run[key] for run in runs if run[key]), None)
+        if first:
+            series[label] = [(float(i), run[key] / first) for i, run in enumerate(runs)]
+    return charts.lines(series, f"run (last {len(runs)})", "relative to the first run", level=1.0)
 
 
 def _read(path: Path) -> Any:
