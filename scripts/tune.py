@@ -9,6 +9,7 @@
     python scripts/tune.py tiles --sizes 1x5120x2880 1024x5120x2880  # the FP8 GEMM's tile table
     python scripts/tune.py simulate --device low_bw --sizes 4096x4096x4096
     python scripts/tune.py --list
+    python scripts/tune.py --differences "NVIDIA H200" "NVIDIA H100"  # of their tuned configs
     python scripts/tune.py --merge other-machine.json
 
 Exit codes: 0 ok, 1 no config works or no GPU, 2 bad input.
@@ -25,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harness.tutorial_target  # noqa: F401  adds the target "matmul"
+from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
@@ -32,7 +34,7 @@ from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.device import load_description
 from oss_fused.tuning.objective import Objective
-from oss_fused.tuning.result import TuningResult
+from oss_fused.tuning.result import TuningResult, trials_csv
 from oss_fused.tuning.simulate import tune_simulated
 from oss_fused.tuning.targets import TARGETS, get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
@@ -68,13 +70,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--table", type=Path, help="for tiles: table to update (default: this device's own)"
     )
+    parser.add_argument("--csv", type=Path, help="every config of every search, with its metrics")
+    parser.add_argument(
+        "--differences",
+        nargs=2,
+        metavar=("A", "B"),
+        help="devices of the cache, by name, whose configs to compare",
+    )
     parser.add_argument("--list", action="store_true", help="print what the cache holds")
     parser.add_argument("--merge", type=Path, help="take over new and better entries of a file")
     args = parser.parse_args(argv)
     if args.target and not args.sizes:
         parser.error("--sizes: expected at least one MxNxK")
-    if not (args.target or args.list or args.merge):
-        parser.error("expected a target, --list or --merge")
+    if not (args.target or args.list or args.merge or args.differences):
+        parser.error("expected a target, --list, --merge or --differences")
+    if args.csv and args.target in (None, "tiles"):
+        parser.error("--csv: needs a target other than tiles")
     return args
 
 
@@ -148,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     cache = TuningCache(args.cache)
     found: list[dict[str, Any]] = []
+    results: list[TuningResult] = []
     try:
         if args.merge:
             if not args.merge.is_file():
@@ -158,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
         for size in (args.sizes or []) if args.target != "tiles" else []:
             result = tune(args, size)
             print(result.summary(), file=sys.stderr)
+            results.append(result)
             found.append(
                 {
                     "key": result.key,
@@ -166,6 +179,8 @@ def main(argv: list[str] | None = None) -> int:
                     "gain": result.gain,
                 }
             )
+        if args.differences:
+            print(differences(cache.entries().values(), *args.differences).text())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -173,6 +188,8 @@ def main(argv: list[str] | None = None) -> int:
         # torch raises an AssertionError where it was built without CUDA
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if args.csv:
+        args.csv.write_text(trials_csv(results))
     if args.list:
         for name, entry in sorted(cache.entries().items()):
             config = " ".join(f"{key}={value}" for key, value in entry.config.items())

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from oss_fused.tuning.objective import KernelMetrics
@@ -67,3 +70,23 @@ class TuningResult:
         counts = ", ".join(f"{self.count(s)} {s.value}" for s in Status if self.count(s))
         gain = "" if self.gain is None else f", {100 * self.gain:+.1f} % over the default"
         return f"{self.key}: {measured} with {config}{gain} ({counts})"
+
+
+def trials_csv(results: Sequence[TuningResult]) -> str:
+    """A line per config tried: key, parameters, status, metrics, and why it has none.
+
+    A result from the cache has no trials.
+    """
+    pairs = [(result.key, trial) for result in results for trial in result.trials]
+    # a default config may lack parameters, and one that failed has no metrics
+    parameters = dict.fromkeys(name for _, trial in pairs for name in trial.config)
+    metrics = [field.name for field in fields(KernelMetrics)]
+    text = io.StringIO()
+    columns = ["key", *parameters, "status", *metrics, "message"]
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    for key, trial in pairs:
+        measured = trial.metrics.to_dict() if trial.metrics else {}
+        row = {"key": key, **trial.config, "status": trial.status.value, **measured}
+        writer.writerow({**row, "message": trial.message})
+    return text.getvalue()

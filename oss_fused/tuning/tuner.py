@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""TritonAutoTuner: prune, compile in parallel, measure a coarse grid, refine around the best.
+"""TritonAutoTuner: prune, compile in parallel, measure a coarse grid, refine its best fifth.
 
 One config that does not compile, crashes or computes something else costs its own trial and
 nothing more; what happened to it stays in the result. The winner is kept in the cache.
@@ -8,6 +8,7 @@ nothing more; what happened to it stays in the result. The winner is kept in the
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,6 +36,8 @@ from oss_fused.tuning.result import Status, Trial, TuningResult
 from oss_fused.tuning.space import Config, ConfigSpace
 
 Timer = Callable[[Callable[[], Any], int, torch.device], Sequence[float]]
+# share of the coarse grid's configs, the best, whose neighbours are tried before the best climbs
+_KEPT = 0.2
 _RESOURCE_WORDS = ("out of resource", "shared memory", "registers")
 
 
@@ -213,6 +216,10 @@ class _Run:
 
     def _refine(self) -> None:
         space, reach = self.tuner.config_space, 1
+        ranked = self._ranked()
+        for start in ranked[: math.ceil(_KEPT * len(ranked))]:
+            if not self.dead:
+                self._measure_all(space.neighbours(start.config))
         best = self._best()
         while best is not None and not self.dead:
             self._measure_all(space.neighbours(best.config, reach))
@@ -323,11 +330,15 @@ class _Run:
         self.trials[_frozen(trial.config)] = trial
 
     def _best(self) -> Trial | None:
+        return next(iter(self._ranked()), None)
+
+    def _ranked(self) -> list[Trial]:
+        """Trials with a time, the best first."""
         good = [
             t for t in self.trials.values() if t.metrics and t.config in self.tuner.config_space
         ]
         score = self.tuner.objective.score
-        return min(good, key=lambda t: score(t.metrics) if t.metrics else 0.0, default=None)
+        return sorted(good, key=lambda t: score(t.metrics) if t.metrics else 0.0)
 
     def _why_none(self) -> str:
         reasons: dict[str, int] = {}

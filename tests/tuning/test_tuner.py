@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 
 import pytest
@@ -17,15 +19,16 @@ from oss_fused.errors import (
 )
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.decorator import autotune
 from oss_fused.tuning.device import load_description
 from oss_fused.tuning.identity import kernel_identity
 from oss_fused.tuning.lookup import get_cached_config
 from oss_fused.tuning.objective import KernelMetrics, Objective
 from oss_fused.tuning.prune import reason_to_skip
-from oss_fused.tuning.result import Status
+from oss_fused.tuning.result import Status, trials_csv
 from oss_fused.tuning.simulate import simulated_gemm_ms, tune_simulated
 from oss_fused.tuning.space import FP8_GEMM_CONFIGS
-from oss_fused.tuning.tuner import TritonAutoTuner
+from oss_fused.tuning.tuner import TritonAutoTuner, _Run
 
 SPACE = {"BLOCK_SIZE": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)}
 X = torch.ones(4)
@@ -76,6 +79,28 @@ def test_finds_the_optimum_without_trying_everything(tmp_path):
     assert result.best_config == {"BLOCK_SIZE": 64, "num_warps": 4, "num_stages": 3}
     assert result.metrics.latency_ms == 1.0
     assert len(result.trials) < 48
+
+
+def test_the_best_fifth_of_the_grid_is_refined_not_only_the_best(tmp_path):
+    """The best point of the grid has no better neighbour; the second's neighbour is the best."""
+    space = {"A": (1, 2, 3, 4, 5, 6, 7, 8), "B": (1, 2, 3, 4)}
+    grid = [(a, b) for a in (3, 7) for b in (2, 4)]
+    costs = {(3, 2): 2.0, (7, 4): 2.5, (8, 4): 1.0}
+
+    def cost(config):
+        at = (config["A"], config["B"])
+        return costs.get(at, 5.0 if at in grid else 9.0)
+
+    kernel = Simulated(cost)
+    tuner = tuner_of(tmp_path, kernel, space)
+    run = _Run(tuner, (X,), (4,), torch.device("cpu"))
+    assert [tuple(c.values()) for c in tuner.config_space.coarse()] == grid
+    # four configs keep one: the best alone, which no step improves
+    assert tuner.tune(X, problem_size=(4,), device="cpu").best_config == {"A": 3, "B": 2}
+    # of six the best two are kept
+    run._measure_all([*tuner.config_space.coarse(), {"A": 1, "B": 1}, {"A": 1, "B": 2}])
+    run._refine()
+    assert run._best().config == {"A": 8, "B": 4}
 
 
 def test_second_call_measures_nothing_and_force_does(tmp_path):
@@ -148,6 +173,53 @@ def test_history_seeds_and_remembers_what_cannot_run(tmp_path):
     result = tuner_of(tmp_path, later).tune(X, problem_size=(8,), device="cpu")
     assert later.calls[0] == result.best_config
     assert any("before" in trial.message for trial in result.trials)
+
+
+def test_every_config_stands_in_the_csv(tmp_path):
+    def cost(config):
+        if config["num_warps"] == 8:
+            raise RuntimeError("out of resource: registers, and more")
+        return bowl(config)
+
+    results = []
+    for size in (4, 5):
+        tuner = tuner_of(tmp_path, Simulated(cost), exhaustive=True)
+        results.append(tuner.tune(X, problem_size=(size,), device="cpu"))
+    cached = tuner_of(tmp_path, Simulated(cost)).tune(X, problem_size=(4,), device="cpu")
+    rows = list(csv.DictReader(io.StringIO(trials_csv([*results, cached]))))
+    assert len(rows) == 2 * 48
+    assert {row["key"] for row in rows} == {result.key for result in results}
+    for row in rows:
+        config = {name: int(row[name]) for name in SPACE}
+        if config["num_warps"] == 8:
+            why = {"too large": "and more", "skipped": "did not fit the device before"}
+            assert row["latency_ms"] == "" and why[row["status"]] in row["message"]
+        else:
+            assert float(row["latency_ms"]) == bowl(config) and row["status"] == "ok"
+
+
+def test_a_decorated_function_finds_and_keeps_its_config(tmp_path):
+    kernel = Simulated(bowl)
+    options = {"warmup_runs": 1, "benchmark_runs": 20, "timer": kernel.timer}
+    cache = TuningCache(tmp_path / "c.json")
+
+    @autotune(SPACE, lambda x: (x.numel(),), cache=cache, **options)
+    def double(x, **config):
+        """Twice x."""
+        return kernel(x, **config)
+
+    best = {"BLOCK_SIZE": 64, "num_warps": 4, "num_stages": 3}
+    assert torch.equal(double(X), X * 2) and kernel.calls[-1] == best
+    assert double.best_config(X) == best and double.__doc__ == "Twice x."
+    assert double.tuner.operation == "double"
+    count = len(kernel.calls)
+    double(X)
+    assert len(kernel.calls) == count + 1, "no search, one call"
+    double(torch.ones(5))
+    assert len(kernel.calls) > count + 5, "another problem is searched"
+    searched = len(kernel.calls)
+    double(X.double())
+    assert len(kernel.calls) > searched + 5, "another dtype, too"
 
 
 def test_gain_over_a_default(tmp_path):
