@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Fail when a benchmark row is slower, wrong or missing.
 
-Without --results, small problems of the reference path are measured on this machine; with it, a
-result file of BenchmarkSuite is checked. The bars are either a threshold file or an earlier result
+Without --results, small problems of the reference path are measured on this machine: times over
+those of plain PyTorch in the same process, and the errors of FP8. With it, a result file of
+BenchmarkSuite is checked. The bars are either a threshold file or an earlier result
 file. Exit codes: 0 all rows hold, 1 a row fails, 2 bad input.
 
     python scripts/ci_check.py --thresholds docs/results/cpu/thresholds.json --adapt
@@ -19,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from harness.regression import Thresholds, append_history, compare_results, load_results
 from harness.regression_report import make_report, trend_chart
 
@@ -45,22 +47,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure() -> dict[str, Any]:
-    """Results of small problems on the CPU's reference path."""
-    import torch
+    """Results of small problems on the CPU's reference path: times, and what FP8 loses."""
+    from harness import attention_accuracy, paired_times
 
-    from oss_fused.bench.suite import BenchmarkSuite
+    from oss_fused.environment import fingerprint
 
-    # one thread: on a busy machine, threads that wait for each other dominate the time
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        suite = BenchmarkSuite(10, 50, device="cpu", dtype=torch.float32)
-        suite.benchmark_rmsnorm_rope((1,), (64,), (2048,))
-        suite.benchmark_gated_mlp((4,), (1,), (576,), (1536,))
-        suite.benchmark_fp8_gemm([(16, 576, 576)])
-        return suite.results()
-    finally:
-        torch.set_num_threads(threads)
+    problem = attention_accuracy.Problem(1, 2, 96, 32, 32, 0.1, torch.bfloat16)
+    curves = attention_accuracy.evaluate(problem, torch.device("cpu"), True, 0.01, [8, 16, 32])
+    rows = paired_times.measure()
+    for name in ("fp8_per_channel", "fp8_group"):
+        error = curves["curves"][name]["mean_abs"]
+        row = {"operation": "attention", "problem": "1x2x96x32", "implementation": name}
+        rows.append({**row, "status": "ok", "error": error})
+    return {"format": 1, "environment": fingerprint(), "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,10 @@
 """Regression control: compare result files, hold rows to thresholds, follow the trend.
 
 A threshold file is JSON: ``{"format": 1, "default": 0.1, "rows": {name: {"latency_ms": best known
-p50, "allowed": relative slowdown}}}``. Adaptive write-back lowers a baseline to a stable better
-time and sets ``allowed`` to what the row's noise demands; it never raises a baseline.
+p50, "allowed": relative slowdown, "error": largest allowed}}}``; "ratio" in the place of
+"latency_ms" is time over that of a yardstick of the same process. Adaptive write-back lowers a
+baseline to a stable better time and sets ``allowed`` to what the row's noise demands; it lowers
+errors, too, and never raises either.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ HISTORY_RUNS = 100
 DEFAULT_ALLOWED = 0.10
 # an adapted allowance stays between these, at this many relative standard deviations
 _MIN_ALLOWED, _MAX_ALLOWED, _NOISE_FACTOR = 0.05, 0.5, 4.0
+# room above an error that was adapted: sums in another order round otherwise
+_ERROR_ROOM = 1.1
+# what a row may be measured in
+_TIMES = ("ratio", "latency_ms")
 
 
 class RowVerdict(Enum):
@@ -42,12 +48,12 @@ class RowVerdict(Enum):
 
 @dataclass(frozen=True)
 class CheckedRow:
-    """A row against its baseline; times in ms, ``ratio`` above 1 is slower."""
+    """A row against its baseline; times in ms or yardsticks, ``ratio`` above 1 is slower."""
 
     name: str
     verdict: RowVerdict
-    baseline_ms: float | None = None
-    current_ms: float | None = None
+    baseline: float | None = None
+    current: float | None = None
     ratio: float | None = None
     note: str = ""
 
@@ -130,7 +136,9 @@ class Thresholds:
             and isinstance(self.default, int | float)
             and isinstance(self.rows, dict)
             and all(
-                isinstance(row, dict) and isinstance(row.get("latency_ms"), int | float)
+                isinstance(row, dict)
+                and any(name in row for name in (*_TIMES, "error"))
+                and all(isinstance(value, int | float) for value in row.values())
                 for row in self.rows.values()
             )
         )
@@ -148,34 +156,52 @@ class Thresholds:
             elif row.get("status") != "ok":
                 checked.append(CheckedRow(name, RowVerdict.WRONG, note=_message(row)))
             elif known is None:
-                checked.append(CheckedRow(name, RowVerdict.NEW, current_ms=row["latency_ms"]))
+                checked.append(CheckedRow(name, RowVerdict.NEW, current=_time_of(row)[1] or None))
             else:
-                checked.append(self._checked(name, known, row["latency_ms"]))
+                checked.append(self._checked(name, known, row))
         return checked
 
-    def _checked(self, name: str, known: dict[str, float], now: float) -> CheckedRow:
+    def _checked(self, name: str, known: dict[str, float], row: dict[str, Any]) -> CheckedRow:
+        limit, error = known.get("error"), _error_of(row)
+        # NaN is no pass
+        if limit is not None and not (error is not None and error <= limit):
+            note = f"error {error}, expected at most {limit:.3g}"
+            return CheckedRow(name, RowVerdict.WRONG, note=note)
+        kind, now = _time_of(row)
+        if not kind or kind not in known:
+            kept = limit is not None and not (known.keys() & set(_TIMES))
+            note = "" if kept else f"measured in {kind or 'nothing'}, unlike its bar"
+            return CheckedRow(name, RowVerdict.OK if kept else RowVerdict.MISSING, note=note)
         allowed = known.get("allowed", self.default)
-        ratio = now / known["latency_ms"]
+        ratio = now / known[kind]
         verdict = RowVerdict.OK
         if ratio > 1 + allowed:
             verdict = RowVerdict.SLOWER
         elif ratio < 1 - allowed:
             verdict = RowVerdict.FASTER
-        return CheckedRow(name, verdict, known["latency_ms"], now, ratio, f"allowed {allowed:+.0%}")
+        unit = "ms" if kind == "latency_ms" else "of the yardstick"
+        return CheckedRow(name, verdict, known[kind], now, ratio, f"{unit}, allowed {allowed:+.0%}")
 
     def adapt(self, results: dict[str, Any]) -> int:
-        """Take over new rows and stable better times; returns how many rows changed."""
+        """Take over new rows, stable better times and lower errors; returns how many changed."""
         changed = 0
         for name, row in rows_by_name(results).items():
             if row.get("status") != "ok":
                 continue
-            known = self.rows.get(name)
-            better = known is None or (row["stable"] and row["latency_ms"] < known["latency_ms"])
-            if better:
+            known = self.rows.get(name, {})
+            bar = dict(known)
+            kind, now = _time_of(row)
+            if kind and (not known or (row.get("stable", True) and now < known.get(kind, 0.0))):
                 noise = _NOISE_FACTOR * (row.get("relative_std") or 0.0)
                 # a file with a loose default, for a noisy machine, keeps it
                 allowed = max(_MIN_ALLOWED, self.default, min(_MAX_ALLOWED, noise))
-                self.rows[name] = {"latency_ms": row["latency_ms"], "allowed": round(allowed, 4)}
+                bar |= {kind: now, "allowed": round(allowed, 4)}
+            error = _error_of(row)
+            if error is not None and (not known or "error" in known):
+                limit = _ERROR_ROOM * error
+                bar["error"] = min(limit, known.get("error", limit))
+            if bar != known:
+                self.rows[name] = bar
                 changed += 1
         return changed
 
@@ -183,6 +209,17 @@ class Thresholds:
         """Write the file in one step."""
         document = {"format": FORMAT, "default": self.default, "rows": self.rows}
         _write_json(self.path, document)
+
+
+def _time_of(row: dict[str, Any]) -> tuple[str, float]:
+    """What a row is measured in, and its value; ("", 0.0) for one without a time."""
+    kind = next((name for name in _TIMES if row.get(name) is not None), "")
+    return kind, row[kind] if kind else 0.0
+
+
+def _error_of(row: dict[str, Any]) -> float | None:
+    """A row's own measure of error, else the relative one of BenchmarkSuite."""
+    return row.get("error", row.get("relative_error"))
 
 
 def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -196,10 +233,9 @@ def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, 
     if not isinstance(runs, list):
         raise ValueError(f"{path}: not a history file (no list of runs)")
     environment = results.get("environment", {})
+    # a row's time in its own unit: trends are relative to its first
     latencies = {
-        name: row["latency_ms"]
-        for name, row in rows_by_name(results).items()
-        if row.get("latency_ms") is not None
+        name: _time_of(row)[1] for name, row in rows_by_name(results).items() if _time_of(row)[0]
     }
     run = {
         "timestamp": environment.get("timestamp"),

@@ -10,13 +10,11 @@ from harness.regression import CheckedRow
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
 
-_HEADER = ("verdict", "row", "baseline ms", "now ms", "change", "note")
+_HEADER = ("verdict", "row", "baseline", "now", "change", "note")
 
 
 def _cells(row: CheckedRow) -> tuple[str, ...]:
-    times = (
-        "-" if value is None else f"{value:.4g}" for value in (row.baseline_ms, row.current_ms)
-    )
+    times = ("-" if value is None else f"{value:.4g}" for value in (row.baseline, row.current))
     change = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
     return (row.verdict.value.upper(), row.name, *times, change, row.note)
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from harness import paired_times
 from harness.regression import (
     HISTORY_RUNS,
     RowVerdict,
@@ -156,13 +157,13 @@ def test_command_exit_codes(tmp_path, capsys):
 
 
 def test_this_commit_holds_the_committed_bars(tmp_path, capsys):
-    """What CI runs: the reference path, right, complete and within ten times of its quiet times."""
+    """What CI runs: the reference path, right, complete, near its yardsticks."""
     bars = ROOT / "docs" / "results" / "cpu" / "thresholds.json"
     before = bars.read_text()
     history, plot = tmp_path / "history.json", tmp_path / "trend.png"
     args = ["--thresholds", str(bars), "--history", str(history), "--plot", str(plot)]
     assert ci_check.main(args) == 0, capsys.readouterr().err
-    assert "0 of 6 rows fail" in capsys.readouterr().err
+    assert "0 of 5 rows fail" in capsys.readouterr().err
     assert plot.read_bytes().startswith(b"\x89PNG") and bars.read_text() == before
 
 
@@ -172,3 +173,59 @@ def test_a_loose_default_stays_loose(tmp_path):
     bars = Thresholds(path)
     bars.adapt(results(row("a", 1.0)))
     assert bars.rows["a/8x8/oss_fused"]["allowed"] == 9.0
+
+
+def paired(ratio, error=0.01):
+    both = {"ratio": ratio, "relative_error": error, "latency_ms": None}
+    return {**row("a", 1.0), **both}
+
+
+def test_a_ratio_and_an_error_have_bars_that_only_fall(tmp_path):
+    bars = Thresholds(tmp_path / "t.json")
+    bars.default = 2.0
+    alone = {**row("b", 1.0), "latency_ms": None, "error": 0.5}
+    assert bars.adapt(results(paired(1.0), alone)) == 2
+    bars.save()
+    known = Thresholds(bars.path)
+
+    def verdict(*rows):
+        return [one.verdict for one in known.check(results(*rows))]
+
+    ok = RowVerdict.OK
+    assert verdict(paired(2.9, 0.0109), alone) == [ok, ok]
+    assert verdict(paired(3.1), alone)[0] is RowVerdict.SLOWER
+    for error in (0.012, float("nan"), None):
+        assert verdict(paired(1.0, error), alone)[0] is RowVerdict.WRONG
+    assert verdict(row("a", 1.0, relative_error=0.01), alone)[0] is RowVerdict.MISSING
+    assert verdict(paired(1.0), {**alone, "error": 0.6})[1] is RowVerdict.WRONG
+    assert known.adapt(results(paired(1.5, 0.02), {**alone, "error": 0.9})) == 0
+    assert known.adapt(results(paired(0.5, 0.005), {**alone, "error": 0.1})) == 2
+    lowered = {"ratio": 0.5, "allowed": 2.0, "error": pytest.approx(0.0055)}
+    assert known.rows["a/8x8/oss_fused"] == lowered
+
+
+def test_a_ratio_is_of_the_least_disturbed_times(monkeypatch):
+    now = 0.0
+    disturbances = iter([9.0, 0.0, 0.0, 5.0, 0.0, 7.0])
+
+    def busy(seconds):
+        nonlocal now
+        now += seconds + next(disturbances)
+
+    monkeypatch.setattr(paired_times.time, "perf_counter", lambda: now)
+    assert paired_times.ratio(lambda: busy(3.0), lambda: busy(1.0), 3) == 3.0
+
+
+def test_the_committed_bars_catch_less_than_a_tenfold_slowdown():
+    committed = Thresholds(ROOT / "docs" / "results" / "cpu" / "thresholds.json")
+    timed = [bar for bar in committed.rows.values() if "ratio" in bar]
+    assert len(timed) == 3 and all(bar["allowed"] <= 2.5 for bar in timed)
+    assert sum("error" in bar for bar in committed.rows.values()) == 3
+
+
+@pytest.mark.parametrize("name", paired_times.PROBLEMS)
+def test_yardsticks_do_the_same_work(name):
+    function, _, small = paired_times.PROBLEMS[name]
+    arguments = small.make()
+    expected, found = paired_times.yardstick(name)(**arguments), function(**arguments)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
