@@ -9,6 +9,9 @@ import hypothesis
 import pytest
 import torch
 
+# selections by subject, for whoever names one; the whole suite runs their tests where they live
+collect_ignore = ["test_rmsnorm_rope.py", "test_fp8_gemm.py"]
+
 HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:
