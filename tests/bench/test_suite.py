@@ -170,7 +170,8 @@ def test_reports_are_written(suite, tmp_path):
     assert {"timestamp", "commit", "versions"} <= raw["environment"].keys()
     markdown = suite.save_report(tmp_path / "r.md").read_text()
     # a winner is marked on the board and in its operation's table
-    assert markdown.count("**") == 2 * 2 * 4 and markdown.count("![") == 6
+    assert markdown.count("**") == 2 * 2 * 4 and markdown.count("![") == 7
+    assert markdown.count("![efficiency") == 1, "of the operation with several problems"
     for name in ("rmsnorm_rope", "gated_mlp", "fp8_gemm"):
         for kind in ("roofline", "latency"):
             assert f"(r-{kind}-{name}.png)" in markdown
