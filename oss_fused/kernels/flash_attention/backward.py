@@ -8,6 +8,8 @@ logits is in memory, and no sum uses atomics: the same bits each run.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,22 +19,39 @@ from oss_fused.kernels.flash_attention.query_gradient import dq_kernel
 from oss_fused.kernels.flash_attention.tile import (
     LOG2E,
     Tiles,
+    Window,
     dot_dtype,
+    dropout,
     head_block,
-    mask_bytes,
+    mask_rows,
+    program,
+    rows_of,
     shared_memory,
     triton_dtype,
-    unit_stride,
+    with_tiles,
 )
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.random_mask import drop_threshold, fold_seed
+
+
+class RowTerms(NamedTuple):
+    """Float32 [B, H, N]: ``log2(sum e^S)`` and ``rowsum(dO O)`` of a row."""
+
+    log_sum: Any
+    delta: Any
 
 
 @triton.jit
 def _row_kernel(
-    grad, out, row_max, row_sum, log_sum, delta, rows, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+    grad,
+    out,
+    row_max,
+    row_sum,
+    terms,
+    rows,
+    DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     total = tl.zeros([BLOCK], tl.float32)
@@ -42,11 +61,11 @@ def _row_kernel(
         place = row[:, None] * DIM_V + cols
         left = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(left * tl.load(out + place, mask=mask, other=0.0).to(tl.float32), 1)
-    tl.store(delta + row, total, mask=inside)
+    tl.store(terms.delta + row, total, mask=inside)
     weight = tl.load(row_sum + row, mask=inside, other=0.0)
     found = tl.load(row_max + row, mask=inside, other=0.0) * LOG2E + tl.log2(weight)
     # a row that sees nothing: every weight is 2^-inf
-    tl.store(log_sum + row, tl.where(weight == 0.0, float("inf"), found), mask=inside)
+    tl.store(terms.log_sum + row, tl.where(weight == 0.0, float("inf"), found), mask=inside)
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Tiles:
@@ -92,81 +111,48 @@ def flash_attention_backward(
     dv = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if row_max.numel() == 0 or dk.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    grad, out = grad.contiguous(), out.contiguous()
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    mask, mask_strides = mask_bytes(mask, heads)
-    log_sum, delta = torch.empty_like(row_max), torch.empty_like(row_max)
-    # one width of both tiles: axis 2 counts tiles of dK and of dV alike
-    block = max(head_block(dim), head_block(dim_v))
-    _row_kernel[(cdiv(row_max.numel(), 64),)](
-        grad,
-        out,
-        row_max.contiguous(),
-        row_sum.contiguous(),
-        log_sum,
-        delta,
-        row_max.numel(),
-        DIM_V=dim_v,
-        BLOCK=64,
-        BLOCK_DV=head_block(dim_v),
-    )
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides)
-    numbers = (
-        scale,
-        window_left,
-        window_right,
-        fold_seed(seed),
-        drop_threshold(dropout_p),
-        1.0 / (1.0 - dropout_p),
-    )
+    grad = grad.contiguous()
+    terms = _row_terms(grad, out.contiguous(), row_max.contiguous(), row_sum.contiguous())
     rule = _tiles(q.device, q.dtype, dim, dim_v)
     tiles_q, tiles_kv = config or (rule, _swapped(rule))
-    options = {
-        "HEADS": heads,
-        "GROUP": heads // kv_heads,
-        "DIM": dim,
-        "DIM_V": dim_v,
-        "CAUSAL": causal,
-        "LEFT": window_left >= 0,
-        "RIGHT": window_right >= 0,
-        "DROPOUT": dropout_p > 0,
-        "ROUND": triton_dtype(q.dtype),
-        "DTYPE": dot_dtype(q.dtype),
-        "BLOCK_D": block,
-        "BLOCK_DV": block,
-    }
-    inputs = (q, k, v, grad, mask, slopes, log_sum, delta)
+    # one width of both tiles: axis 2 counts tiles of dK and of dV alike
+    block = max(head_block(dim), head_block(dim_v))
+    window = Window(window_left, window_right)
+    shape = program(q, v, mask, slopes, causal, window, dropout_p, (block, block))
+    operands = (*map(rows_of, (q, k, v)), grad, mask_rows(mask, heads), slopes, terms)
+    limits = (queries, keys, scale, window, dropout(dropout_p, seed))
+    dtypes = (triton_dtype(q.dtype), dot_dtype(q.dtype))
     dq_kernel[(batch * heads, cdiv(queries, tiles_q.block_m), cdiv(dim, block))](
-        *inputs,
+        *operands,
         dq,
-        queries,
-        keys,
-        *strides,
-        *numbers,
-        BLOCK_M=tiles_q.block_m,
-        BLOCK_N=tiles_q.block_n,
-        EVEN=keys % tiles_q.block_n == 0,
-        STAGES=tiles_q.stages,
+        *limits,
+        with_tiles(shape, tiles_q, keys % tiles_q.block_n == 0),
+        *dtypes,
         num_warps=tiles_q.warps,
-        **options,
     )
+    even = queries % tiles_kv.block_m == 0 and keys % tiles_kv.block_n == 0
     widest = max(cdiv(dim, block), cdiv(dim_v, block))
     dkv_kernel[(batch * kv_heads, cdiv(keys, tiles_kv.block_n), widest)](
-        *inputs,
+        *operands,
         dk,
         dv,
-        queries,
-        keys,
-        *strides,
-        *numbers,
-        BLOCK_M=tiles_kv.block_m,
-        BLOCK_N=tiles_kv.block_n,
-        EVEN=queries % tiles_kv.block_m == 0 and keys % tiles_kv.block_n == 0,
-        STAGES=tiles_kv.stages,
+        *limits,
+        with_tiles(shape, tiles_kv, even),
+        *dtypes,
         num_warps=tiles_kv.warps,
-        **options,
     )
     return dq, dk, dv
+
+
+def _row_terms(
+    grad: torch.Tensor, out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor
+) -> RowTerms:
+    terms = RowTerms(torch.empty_like(row_max), torch.empty_like(row_max))
+    rows, dim_v = row_max.numel(), out.shape[3]
+    _row_kernel[(cdiv(rows, 64),)](
+        grad, out, row_max, row_sum, terms, rows, DIM_V=dim_v, BLOCK=64, BLOCK_DV=head_block(dim_v)
+    )
+    return terms
 
 
 def _swapped(tiles: Tiles) -> Tiles:

@@ -9,6 +9,8 @@ of two: log2(e) is folded into the scale. Every option is a constexpr: what is o
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,120 +20,152 @@ from oss_fused.kernels.flash_attention.reference import product_dtype
 from oss_fused.kernels.flash_attention.tile import (
     LN2,
     LOG2E,
+    Rows,
     Tiles,
+    Window,
     as_operand,
     bias_and_hide,
     dot_dtype,
+    dropout,
     head_block,
     head_tiles,
     kept_tile,
     key_range,
     load_tile,
-    mask_bytes,
+    mask_rows,
+    program,
+    rows_of,
     scores,
     shared_memory,
     triton_dtype,
-    unit_stride,
+    with_tiles,
 )
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.numerics import quantize_static, round_to
-from oss_fused.kernels.random_mask import drop_threshold, fold_seed
+
+
+class _Scales(NamedTuple):
+    """Multipliers of the operands' columns, and the quantisation steps of the result's, or None."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class _Result(NamedTuple):
+    """What a row of the result is, contiguous: [rows, Dv] and, float32 [rows], maximum and sum."""
+
+    data: Any
+    row_max: Any
+    row_sum: Any
 
 
 @triton.jit
 def _attend(
-    acc,
-    total,
-    best,
+    sums,
     x,
     q,
     k,
     v,
     mask,
+    mask_head,
     begin,
     end,
     first,
     column,
-    queries,
-    keys,
     row0,
-    stride_qm,
-    stride_kn,
-    stride_vn,
-    stride_mm,
-    scale,
-    slope,
-    window_left,
-    window_right,
-    seed,
-    threshold,
+    scaling,
+    window,
+    drop,
     EDGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    P: tl.constexpr,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The online softmax over keys [begin, end); EDGE: not every query sees every one of them."""
-    m = first + tl.arange(0, BLOCK_M)[:, None]
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        n = start + tl.arange(0, BLOCK_N)[None, :]
+    acc, total, best = sums
+    scale, slope = scaling
+    sizes = (q[1], k[1])
+    m = first + tl.arange(0, P.block_m)[:, None]
+    for start in tl.range(begin, end, P.block_n, num_stages=P.stages):
+        n = start + tl.arange(0, P.block_n)[None, :]
         logits, _ = scores(
-            x, q, first, queries, stride_qm, k, start, keys, stride_kn,
-            DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, EDGE, DTYPE,
-        )  # fmt: skip
-        logits = bias_and_hide(
-            logits, m, n, queries, keys, slope, mask, stride_mm, window_left, window_right,
-            EDGE, CAUSAL, LEFT, RIGHT, ALIBI, MASK,
-        )  # fmt: skip
+            x, q, first, k, start, P.dim, P.block_d, P.block_m, P.block_n, EDGE, DTYPE
+        )
+        logits = bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE, P)
         new_best = tl.maximum(best, tl.max(logits, 1) * scale)
         safe = new_best
-        if EDGE or MASK:
+        if EDGE or P.masked:
             # a row that has seen nothing yet: any finite number keeps its weights at 0
             safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(logits * scale - safe[:, None])
         shrink = tl.exp2(best - safe)
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
-        if DROPOUT:
-            weights = tl.where(kept_tile(seed, row0 + m, n, threshold), weights, 0.0)
-        values = load_tile(
-            v, start, keys, stride_vn, column, DIM_V, BLOCK_N, BLOCK_DV, EDGE, DTYPE
-        )  # fmt: skip
+        if P.dropout:
+            weights = tl.where(kept_tile(drop, row0 + m, n), weights, 0.0)
+        values = load_tile(v, start, column, P.dim_v, P.block_n, P.block_dv, EDGE, DTYPE)
         acc = acc * shrink[:, None]
         acc = tl.dot(as_operand(weights, ROUND, DTYPE), values, acc, input_precision="ieee")
     return acc, total, best
 
 
 @triton.jit
-def _queries(q, q_scale, k_scale, first, queries, stride_qm, DIM, BLOCK_M, BLOCK_D, ROUND, DTYPE):
+def _queries(q, scales, first, P: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr):
     """The tile of queries; FP8 scales of q and of k are multiplied in and rounded once."""
-    x = load_tile(q, first, queries, stride_qm, 0, DIM, BLOCK_M, BLOCK_D, True, DTYPE)
-    if (q_scale is not None) or (k_scale is not None):
-        cols = tl.arange(0, BLOCK_D)
-        factor = tl.full([BLOCK_D], 1.0, tl.float32)
-        if q_scale is not None:
-            factor *= tl.load(q_scale + cols, mask=cols < DIM, other=0.0)
-        if k_scale is not None:
+    x = load_tile(q, first, 0, P.dim, P.block_m, P.block_d, True, DTYPE)
+    if (scales.q is not None) or (scales.k is not None):
+        cols = tl.arange(0, P.block_d)
+        factor = tl.full([P.block_d], 1.0, tl.float32)
+        if scales.q is not None:
+            factor *= tl.load(scales.q + cols, mask=cols < P.dim, other=0.0)
+        if scales.k is not None:
             wide = x.to(tl.float32) * factor[None, :]
-            x = wide * tl.load(k_scale + cols, mask=cols < DIM, other=0.0)[None, :]
+            x = wide * tl.load(scales.k + cols, mask=cols < P.dim, other=0.0)[None, :]
         else:
             x = x.to(tl.float32) * factor[None, :]
         x = as_operand(x, ROUND, DTYPE)
     return x
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "seed", "threshold"])
+@triton.jit
+def _nothing(sinks, h, P: tl.constexpr):
+    """Sum of values, sum of weights and maximum of no key, or of a head's sink."""
+    best = tl.full([P.block_m], float("-inf"), tl.float32)
+    total = tl.zeros([P.block_m], tl.float32)
+    if sinks is not None:
+        best = tl.zeros([P.block_m], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
+        total += 1.0
+    return tl.zeros([P.block_m, P.block_dv], tl.float32), total, best
+
+
+@triton.jit
+def _store(result, scales, sums, row0, first, queries, column, factor, P: tl.constexpr):
+    acc, total, best = sums
+    m = first + tl.arange(0, P.block_m)
+    cols = column + tl.arange(0, P.block_dv)
+    in_rows = m < queries
+    # a row that sees nothing is 0
+    inverse = tl.where(total == 0.0, 0.0, factor / total)
+    acc = acc * inverse[:, None]
+    if scales.v is not None:
+        acc *= tl.load(scales.v + cols, mask=cols < P.dim_v, other=0.0)[None, :]
+    if scales.out is not None:
+        step = tl.load(scales.out + cols, mask=cols < P.dim_v, other=1.0)
+        y = quantize_static(acc, tl.div_rn(1.0, step)[None, :])
+    else:
+        y = round_to(acc, result.data.dtype.element_ty)
+    rows = row0 + m
+    inside = in_rows[:, None] & (cols < P.dim_v)[None, :]
+    tl.store(result.data + rows[:, None] * P.dim_v + cols[None, :], y, mask=inside)
+    if column == 0:
+        best = tl.where(best == float("-inf"), 0.0, best * LN2)
+        tl.store(result.row_max + rows, best, mask=in_rows)
+        tl.store(result.row_sum + rows, total, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["window", "drop"])
 def _flash_attention_kernel(
     q,
     k,
@@ -139,123 +173,53 @@ def _flash_attention_kernel(
     mask,
     sinks,
     slopes,
-    q_scale,
-    k_scale,
-    v_scale,
-    out_scale,
-    out,
-    row_max,
-    row_sum,
+    scales,
+    result,
     queries,
     keys,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
     scale,
-    window_left,
-    window_right,
-    seed,
-    threshold,
-    keep_factor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    window,
+    drop,
+    P: tl.constexpr,
     ROUND_Q: tl.constexpr,
     ROUND_V: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
     # causal: the blocks with most keys come first
-    block = tl.num_programs(1) - 1 - tl.program_id(1) if CAUSAL else tl.program_id(1)
-    column = tl.program_id(2) * BLOCK_DV
-    first = block * BLOCK_M
-    b = (head // HEADS).to(tl.int64)
-    h = (head % HEADS).to(tl.int64)
-    q += b * stride_qb + h * stride_qh
-    k += b * stride_kb + h // GROUP * stride_kh
-    v += b * stride_vb + h // GROUP * stride_vh
-    MASK: tl.constexpr = mask is not None
-    if MASK:
-        mask += b * stride_mb + h * stride_mh
-    ALIBI: tl.constexpr = slopes is not None
+    block = tl.num_programs(1) - 1 - tl.program_id(1) if P.causal else tl.program_id(1)
+    column = tl.program_id(2) * P.block_dv
+    first = block * P.block_m
+    b = (head // P.heads).to(tl.int64)
+    h = (head % P.heads).to(tl.int64)
+    q = (q.data + b * q.batch + h * q.head, queries, q.row)
+    k = (k.data + b * k.batch + h // P.group * k.head, keys, k.row)
+    v = (v.data + b * v.batch + h // P.group * v.head, keys, v.row)
+    mask_head = b * mask.batch + h * mask.head
     slope = 0.0
-    if ALIBI:
+    if P.alibi:
         # logits are scaled after it
         slope = tl.load(slopes + h).to(tl.float32) / scale
     row0 = head.to(tl.int64) * queries
-    x = _queries(
-        q, q_scale, k_scale, first, queries, stride_qm, DIM, BLOCK_M, BLOCK_D, ROUND_Q, DTYPE
-    )
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks is not None:
-        best = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
-        total += 1.0
-    scale *= LOG2E
-    begin, full_begin, full_end, end = key_range(
-        first, keys, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, LEFT, RIGHT
-    )
-    if LEFT:
-        acc, total, best = _attend(
-            acc, total, best, x, q, k, v, mask, begin, full_begin, first, column, queries, keys,
-            row0, stride_qm, stride_kn, stride_vn, stride_mm, scale, slope, window_left,
-            window_right, seed, threshold, True, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND_V, DTYPE, STAGES,
+    x = _queries(q, scales, first, P, ROUND_Q, DTYPE)
+    sums = _nothing(sinks, h, P)
+    scaling = (scale * LOG2E, slope)
+    begin, full_begin, full_end, end = key_range(first, keys, window, P)
+    if P.left:
+        sums = _attend(
+            sums, x, q, k, v, mask, mask_head, begin, full_begin, first, column, row0,
+            scaling, window, drop, True, P, ROUND_V, DTYPE,
         )  # fmt: skip
-    acc, total, best = _attend(
-        acc, total, best, x, q, k, v, mask, full_begin, full_end, first, column, queries, keys,
-        row0, stride_qm, stride_kn, stride_vn, stride_mm, scale, slope, window_left,
-        window_right, seed, threshold, False, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-        CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND_V, DTYPE, STAGES,
+    sums = _attend(
+        sums, x, q, k, v, mask, mask_head, full_begin, full_end, first, column, row0,
+        scaling, window, drop, False, P, ROUND_V, DTYPE,
     )  # fmt: skip
-    if CAUSAL or RIGHT or LEFT or not EVEN:
-        acc, total, best = _attend(
-            acc, total, best, x, q, k, v, mask, full_end, end, first, column, queries, keys,
-            row0, stride_qm, stride_kn, stride_vn, stride_mm, scale, slope, window_left,
-            window_right, seed, threshold, True, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND_V, DTYPE, STAGES,
+    if P.causal or P.right or P.left or not P.even:
+        sums = _attend(
+            sums, x, q, k, v, mask, mask_head, full_end, end, first, column, row0,
+            scaling, window, drop, True, P, ROUND_V, DTYPE,
         )  # fmt: skip
-    m = first + tl.arange(0, BLOCK_M)
-    cols = column + tl.arange(0, BLOCK_DV)
-    in_rows = m < queries
-    # a row that sees nothing is 0
-    inverse = tl.where(total == 0.0, 0.0, keep_factor / total)
-    acc = acc * inverse[:, None]
-    if v_scale is not None:
-        acc *= tl.load(v_scale + cols, mask=cols < DIM_V, other=0.0)[None, :]
-    if out_scale is not None:
-        step = tl.load(out_scale + cols, mask=cols < DIM_V, other=1.0)
-        y = quantize_static(acc, tl.div_rn(1.0, step)[None, :])
-    else:
-        y = round_to(acc, out.dtype.element_ty)
-    rows = row0 + m
-    inside = in_rows[:, None] & (cols < DIM_V)[None, :]
-    tl.store(out + rows[:, None] * DIM_V + cols[None, :], y, mask=inside)
-    if column == 0:
-        best = tl.where(best == float("-inf"), 0.0, best * LN2)
-        tl.store(row_max + rows, best, mask=in_rows)
-        tl.store(row_sum + rows, total, mask=in_rows)
+    _store(result, scales, sums, row0, first, queries, column, drop.factor, P)
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Tiles:
@@ -281,15 +245,15 @@ def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Ti
     return Tiles(128, block_n, 8, min(3, stages))
 
 
-def _operand(t: torch.Tensor) -> torch.Tensor:
-    """``t`` with unit stride along the last dimension; on a GPU FP8 codes as bfloat16, exact.
+def _operand(t: torch.Tensor) -> Rows:
+    """``t`` as an argument; on a GPU FP8 codes as bfloat16, exact.
 
     Triton 3.6 compiles the kernel's own conversion of codes wrongly for sm_90: with tiles of keys
     in FP8 results are off by a third, or reads leave the tensor.
     """
     if t.is_cuda and t.dtype.itemsize == 1:
         t = t.to(torch.bfloat16)
-    return unit_stride(t)
+    return rows_of(t)
 
 
 def flash_attention(
@@ -316,7 +280,7 @@ def flash_attention(
     ``config`` is the tuner's: what ``_tiles`` would return.
     """
     batch, heads, queries, dim = q.shape
-    kv_heads, keys, dim_v = v.shape[1:]
+    keys, dim_v = v.shape[2:]
     dtype = product_dtype(q)
     out = torch.empty(
         (batch, heads, queries, dim_v),
@@ -328,53 +292,28 @@ def flash_attention(
     )
     if row_max.numel() == 0:
         return out, row_max, row_sum
-    q, k, v = (_operand(t) for t in (q, k, v))
-    mask, mask_strides = mask_bytes(mask, heads)
     tiles = config or _tiles(q.device, dtype, dim, dim_v)
-    grid = (batch * heads, cdiv(queries, tiles.block_m), head_tiles(dim_v))
-    _flash_attention_kernel[grid](
-        q,
-        k,
-        v,
-        mask,
+    window = Window(window_left, window_right)
+    columns = (head_block(dim), head_block(dim_v))
+    shape = program(q, v, mask, slopes, causal, window, dropout_p, columns)
+    _flash_attention_kernel[(batch * heads, cdiv(queries, tiles.block_m), head_tiles(dim_v))](
+        _operand(q),
+        _operand(k),
+        _operand(v),
+        mask_rows(mask, heads),
         sinks,
         slopes,
-        q_scale,
-        k_scale,
-        v_scale,
-        out_scale,
-        out,
-        row_max,
-        row_sum,
+        _Scales(q_scale, k_scale, v_scale, out_scale),
+        _Result(out, row_max, row_sum),
         queries,
         keys,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *mask_strides,
         scale,
-        window_left,
-        window_right,
-        fold_seed(seed),
-        drop_threshold(dropout_p),
-        1.0 / (1.0 - dropout_p),
-        HEADS=heads,
-        GROUP=heads // kv_heads,
-        DIM=dim,
-        DIM_V=dim_v,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=head_block(dim),
-        BLOCK_DV=head_block(dim_v),
-        CAUSAL=causal,
-        LEFT=window_left >= 0,
-        RIGHT=window_right >= 0,
-        EVEN=keys % tiles.block_n == 0,
-        DROPOUT=dropout_p > 0,
-        ROUND_Q=triton_dtype(dtype),
-        ROUND_V=triton_dtype(product_dtype(v)),
-        DTYPE=dot_dtype(dtype),
-        STAGES=tiles.stages,
+        window,
+        dropout(dropout_p, seed),
+        with_tiles(shape, tiles, keys % tiles.block_n == 0),
+        triton_dtype(dtype),
+        triton_dtype(product_dtype(v)),
+        dot_dtype(dtype),
         num_warps=tiles.warps,
     )
     return out, row_max, row_sum

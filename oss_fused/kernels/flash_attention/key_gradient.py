@@ -22,92 +22,74 @@ from oss_fused.kernels.numerics import round_to
 
 @triton.jit
 def _dkv_part(
-    dk,
-    dv,
-    x,
-    values,
+    sums,
+    held,
     q,
     k,
     v,
     grad,
-    log_sum,
-    delta,
+    rows,
     mask,
+    mask_head,
     begin,
     end,
     first,
     column,
-    queries,
-    keys,
     row0,
-    stride_qm,
-    stride_kn,
-    stride_vn,
-    stride_mm,
-    scale,
-    slope,
-    window_left,
-    window_right,
-    seed,
-    threshold,
-    keep_factor,
+    scaling,
+    window,
+    drop,
     EDGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    P: tl.constexpr,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Adds dS' Q and P' dO over queries [begin, end); tiles are transposed, [keys, queries]."""
-    n = first + tl.arange(0, BLOCK_N)[:, None]
-    for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
-        m = start + tl.arange(0, BLOCK_M)[None, :]
-        row = start + tl.arange(0, BLOCK_M)
+    dk, dv = sums
+    x, values = held
+    log_sum, delta = rows
+    scale, slope = scaling
+    queries = q[1]
+    sizes = (queries, k[1])
+    n = first + tl.arange(0, P.block_n)[:, None]
+    for start in tl.range(begin, end, P.block_m, num_stages=P.stages):
+        m = start + tl.arange(0, P.block_m)[None, :]
+        row = start + tl.arange(0, P.block_m)
         row_log = tl.load(log_sum + row, mask=row < queries, other=float("inf"))
         logits, q_tile = scores(
-            x, k, first, keys, stride_kn, q, start, queries, stride_qm,
-            DIM, BLOCK_D, BLOCK_N, BLOCK_M, True, EDGE, DTYPE,
-        )  # fmt: skip
-        logits = bias_and_hide(
-            logits, m, n, queries, keys, slope, mask, stride_mm, window_left, window_right,
-            EDGE, CAUSAL, LEFT, RIGHT, ALIBI, MASK,
-        )  # fmt: skip
+            x, k, first, q, start, P.dim, P.block_d, P.block_n, P.block_m, EDGE, DTYPE
+        )
+        logits = bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE, P)
         weights = tl.exp2(logits * scale - row_log[None, :])
         d_weights, do_tile = scores(
-            values, v, first, keys, stride_vn, grad, start, queries, DIM_V,
-            DIM_V, BLOCK_DV, BLOCK_N, BLOCK_M, True, EDGE, DTYPE,
-        )  # fmt: skip
+            values, v, first, grad, start, P.dim_v, P.block_dv, P.block_n, P.block_m, EDGE, DTYPE
+        )
         dropped = weights
-        if DROPOUT:
-            keep = kept_tile(seed, row0 + m, n, threshold)
-            dropped = tl.where(keep, weights * keep_factor, 0.0)
-            d_weights = tl.where(keep, d_weights * keep_factor, 0.0)
-        if DIM_V > BLOCK_DV:
-            do_tile = load_tile(
-                grad, start, queries, DIM_V, column, DIM_V, BLOCK_M, BLOCK_DV, EDGE, DTYPE
-            )
+        if P.dropout:
+            keep = kept_tile(drop, row0 + m, n)
+            dropped = tl.where(keep, weights * drop.factor, 0.0)
+            d_weights = tl.where(keep, d_weights * drop.factor, 0.0)
+        if P.dim_v > P.block_dv:
+            do_tile = load_tile(grad, start, column, P.dim_v, P.block_m, P.block_dv, EDGE, DTYPE)
         dv = tl.dot(as_operand(dropped, ROUND, DTYPE), do_tile, dv, input_precision="ieee")
         row_delta = tl.load(delta + row, mask=row < queries, other=0.0)
         d_logits = as_operand(weights * (d_weights - row_delta[None, :]), ROUND, DTYPE)
-        if DIM > BLOCK_D:
-            q_tile = load_tile(
-                q, start, queries, stride_qm, column, DIM, BLOCK_M, BLOCK_D, EDGE, DTYPE
-            )
+        if P.dim > P.block_d:
+            q_tile = load_tile(q, start, column, P.dim, P.block_m, P.block_d, EDGE, DTYPE)
         dk = tl.dot(d_logits, q_tile, dk, input_precision="ieee")
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "seed", "threshold"])
+@triton.jit
+def _store(base, acc, head, first, keys, column, DIM: tl.constexpr):
+    n = first + tl.arange(0, acc.shape[0])
+    cols = column + tl.arange(0, acc.shape[1])
+    inside = (n < keys)[:, None] & (cols < DIM)[None, :]
+    place = (head.to(tl.int64) * keys + n)[:, None] * DIM + cols[None, :]
+    tl.store(base + place, round_to(acc, base.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["window", "drop"])
 def dkv_kernel(
     q,
     k,
@@ -115,106 +97,57 @@ def dkv_kernel(
     grad,
     mask,
     slopes,
-    log_sum,
-    delta,
+    rows,
     dk,
     dv,
     queries,
     keys,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
     scale,
-    window_left,
-    window_right,
-    seed,
-    threshold,
-    keep_factor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    window,
+    drop,
+    P: tl.constexpr,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    KV_HEADS: tl.constexpr = HEADS // GROUP
+    """``rows``: a RowTerms. Grid: batch times KV heads, blocks of keys, tiles of dK and of dV."""
+    KV_HEADS: tl.constexpr = P.heads // P.group
     head = tl.program_id(0)
-    first = tl.program_id(1) * BLOCK_N
-    column = tl.program_id(2) * BLOCK_D
+    first = tl.program_id(1) * P.block_n
+    column = tl.program_id(2) * P.block_d
     b = (head // KV_HEADS).to(tl.int64)
     kv = (head % KV_HEADS).to(tl.int64)
-    k += b * stride_kb + kv * stride_kh
-    v += b * stride_vb + kv * stride_vh
-    MASK: tl.constexpr = mask is not None
-    ALIBI: tl.constexpr = slopes is not None
-    x = load_tile(k, first, keys, stride_kn, 0, DIM, BLOCK_N, BLOCK_D, True, DTYPE)
-    values = load_tile(v, first, keys, stride_vn, 0, DIM_V, BLOCK_N, BLOCK_DV, True, DTYPE)
-    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    log2_scale = scale * LOG2E
-    begin, full_begin, full_end, end = query_range(
-        first, queries, keys, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, LEFT, RIGHT
-    )
-    for member in range(0, GROUP):
-        h = kv * GROUP + member
-        row0 = (b * HEADS + h) * queries
-        q_head = q + b * stride_qb + h * stride_qh
-        grad_head = grad + row0 * DIM_V
-        mask_head = mask
-        if MASK:
-            mask_head = mask + b * stride_mb + h * stride_mh
+    k = (k.data + b * k.batch + kv * k.head, keys, k.row)
+    v = (v.data + b * v.batch + kv * v.head, keys, v.row)
+    x = load_tile(k, first, 0, P.dim, P.block_n, P.block_d, True, DTYPE)
+    values = load_tile(v, first, 0, P.dim_v, P.block_n, P.block_dv, True, DTYPE)
+    held = (x, values)
+    acc_k = tl.zeros([P.block_n, P.block_d], tl.float32)
+    acc_v = tl.zeros([P.block_n, P.block_dv], tl.float32)
+    begin, full_begin, full_end, end = query_range(first, (queries, keys), window, P)
+    for member in range(0, P.group):
+        h = kv * P.group + member
+        row0 = (b * P.heads + h) * queries
+        q_head = (q.data + b * q.batch + h * q.head, queries, q.row)
+        grad_head = (grad + row0 * P.dim_v, queries, P.dim_v)
+        row_terms = (rows.log_sum + row0, rows.delta + row0)
+        mask_head = b * mask.batch + h * mask.head
         slope = 0.0
-        if ALIBI:
+        if P.alibi:
             slope = tl.load(slopes + h).to(tl.float32) / scale
-        if CAUSAL or RIGHT:
+        scaling = (scale * LOG2E, slope)
+        if P.causal or P.right:
             acc_k, acc_v = _dkv_part(
-                acc_k, acc_v, x, values, q_head, k, v, grad_head, log_sum + row0, delta + row0,
-                mask_head, begin, full_begin, first, column, queries, keys, row0, stride_qm,
-                stride_kn, stride_vn, stride_mm, log2_scale, slope, window_left, window_right,
-                seed, threshold, keep_factor, True, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D,
-                BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND, DTYPE, STAGES,
+                (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, begin,
+                full_begin, first, column, row0, scaling, window, drop, True, P, ROUND, DTYPE,
             )  # fmt: skip
         acc_k, acc_v = _dkv_part(
-            acc_k, acc_v, x, values, q_head, k, v, grad_head, log_sum + row0, delta + row0,
-            mask_head, full_begin, full_end, first, column, queries, keys, row0, stride_qm,
-            stride_kn, stride_vn, stride_mm, log2_scale, slope, window_left, window_right,
-            seed, threshold, keep_factor, False, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND, DTYPE, STAGES,
+            (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, full_begin,
+            full_end, first, column, row0, scaling, window, drop, False, P, ROUND, DTYPE,
         )  # fmt: skip
-        if LEFT or not EVEN:
+        if P.left or not P.even:
             acc_k, acc_v = _dkv_part(
-                acc_k, acc_v, x, values, q_head, k, v, grad_head, log_sum + row0, delta + row0,
-                mask_head, full_end, end, first, column, queries, keys, row0, stride_qm,
-                stride_kn, stride_vn, stride_mm, log2_scale, slope, window_left, window_right,
-                seed, threshold, keep_factor, True, DIM, DIM_V, BLOCK_M, BLOCK_N, BLOCK_D,
-                BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND, DTYPE, STAGES,
+                (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, full_end,
+                end, first, column, row0, scaling, window, drop, True, P, ROUND, DTYPE,
             )  # fmt: skip
-    row = head.to(tl.int64) * keys + first + tl.arange(0, BLOCK_N)
-    in_rows = (first + tl.arange(0, BLOCK_N) < keys)[:, None]
-    cols = column + tl.arange(0, BLOCK_D)
-    acc_k = round_to(acc_k * scale, dk.dtype.element_ty)
-    inside = in_rows & (cols < DIM)[None, :]
-    tl.store(dk + row[:, None] * DIM + cols[None, :], acc_k, mask=inside)
-    cols = column + tl.arange(0, BLOCK_DV)
-    inside = in_rows & (cols < DIM_V)[None, :]
-    acc_v = round_to(acc_v, dv.dtype.element_ty)
-    tl.store(dv + row[:, None] * DIM_V + cols[None, :], acc_v, mask=inside)
+    _store(dk, acc_k * scale, head, first, keys, column, P.dim)
+    _store(dv, acc_v, head, first, keys, column, P.dim_v)

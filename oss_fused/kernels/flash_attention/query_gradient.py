@@ -21,78 +21,52 @@ from oss_fused.kernels.numerics import round_to
 @triton.jit
 def _dq_part(
     acc,
-    x,
-    d_out,
-    log_sum,
-    delta,
+    held,
     q,
     k,
     v,
     grad,
     mask,
+    mask_head,
     begin,
     end,
     first,
     column,
-    queries,
-    keys,
     row0,
-    stride_qm,
-    stride_kn,
-    stride_vn,
-    stride_mm,
-    scale,
-    slope,
-    window_left,
-    window_right,
-    seed,
-    threshold,
-    keep_factor,
+    scaling,
+    window,
+    drop,
     EDGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASK: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    P: tl.constexpr,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Adds dS K over keys [begin, end)."""
-    m = first + tl.arange(0, BLOCK_M)[:, None]
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        n = start + tl.arange(0, BLOCK_N)[None, :]
+    x, d_out, log_sum, delta = held
+    scale, slope = scaling
+    sizes = (q[1], k[1])
+    m = first + tl.arange(0, P.block_m)[:, None]
+    for start in tl.range(begin, end, P.block_n, num_stages=P.stages):
+        n = start + tl.arange(0, P.block_n)[None, :]
         logits, tile = scores(
-            x, q, first, queries, stride_qm, k, start, keys, stride_kn,
-            DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, EDGE, DTYPE,
-        )  # fmt: skip
-        logits = bias_and_hide(
-            logits, m, n, queries, keys, slope, mask, stride_mm, window_left, window_right,
-            EDGE, CAUSAL, LEFT, RIGHT, ALIBI, MASK,
-        )  # fmt: skip
+            x, q, first, k, start, P.dim, P.block_d, P.block_m, P.block_n, EDGE, DTYPE
+        )
+        logits = bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE, P)
         weights = tl.exp2(logits * scale - log_sum[:, None])
         d_weights, _ = scores(
-            d_out, grad, first, queries, DIM_V, v, start, keys, stride_vn,
-            DIM_V, BLOCK_DV, BLOCK_M, BLOCK_N, True, EDGE, DTYPE,
-        )  # fmt: skip
-        if DROPOUT:
-            keep = kept_tile(seed, row0 + m, n, threshold)
-            d_weights = tl.where(keep, d_weights * keep_factor, 0.0)
+            d_out, grad, first, v, start, P.dim_v, P.block_dv, P.block_m, P.block_n, EDGE, DTYPE
+        )
+        if P.dropout:
+            keep = kept_tile(drop, row0 + m, n)
+            d_weights = tl.where(keep, d_weights * drop.factor, 0.0)
         d_logits = as_operand(weights * (d_weights - delta[:, None]), ROUND, DTYPE)
-        if DIM > BLOCK_D:
-            tile = load_tile(k, start, keys, stride_kn, column, DIM, BLOCK_N, BLOCK_D, EDGE, DTYPE)
+        if P.dim > P.block_d:
+            tile = load_tile(k, start, column, P.dim, P.block_n, P.block_d, EDGE, DTYPE)
         acc = tl.dot(d_logits, tile, acc, input_precision="ieee")
     return acc
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "seed", "threshold"])
+@triton.jit(do_not_specialize=["window", "drop"])
 def dq_kernel(
     q,
     k,
@@ -100,98 +74,57 @@ def dq_kernel(
     grad,
     mask,
     slopes,
-    log_sum,
-    delta,
+    rows,
     dq,
     queries,
     keys,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
     scale,
-    window_left,
-    window_right,
-    seed,
-    threshold,
-    keep_factor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    EVEN: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    window,
+    drop,
+    P: tl.constexpr,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
+    """``rows``: a RowTerms; the grid is forward's."""
     head = tl.program_id(0)
-    block = tl.num_programs(1) - 1 - tl.program_id(1) if CAUSAL else tl.program_id(1)
-    column = tl.program_id(2) * BLOCK_D
-    first = block * BLOCK_M
-    b = (head // HEADS).to(tl.int64)
-    h = (head % HEADS).to(tl.int64)
+    block = tl.num_programs(1) - 1 - tl.program_id(1) if P.causal else tl.program_id(1)
+    column = tl.program_id(2) * P.block_d
+    first = block * P.block_m
+    b = (head // P.heads).to(tl.int64)
+    h = (head % P.heads).to(tl.int64)
     row0 = head.to(tl.int64) * queries
-    q += b * stride_qb + h * stride_qh
-    k += b * stride_kb + h // GROUP * stride_kh
-    v += b * stride_vb + h // GROUP * stride_vh
-    grad += row0 * DIM_V
-    MASK: tl.constexpr = mask is not None
-    if MASK:
-        mask += b * stride_mb + h * stride_mh
-    ALIBI: tl.constexpr = slopes is not None
+    q = (q.data + b * q.batch + h * q.head, queries, q.row)
+    k = (k.data + b * k.batch + h // P.group * k.head, keys, k.row)
+    v = (v.data + b * v.batch + h // P.group * v.head, keys, v.row)
+    grad = (grad + row0 * P.dim_v, queries, P.dim_v)
+    mask_head = b * mask.batch + h * mask.head
     slope = 0.0
-    if ALIBI:
+    if P.alibi:
         slope = tl.load(slopes + h).to(tl.float32) / scale
-    x = load_tile(q, first, queries, stride_qm, 0, DIM, BLOCK_M, BLOCK_D, True, DTYPE)
-    d_out = load_tile(grad, first, queries, DIM_V, 0, DIM_V, BLOCK_M, BLOCK_DV, True, DTYPE)
-    m = first + tl.arange(0, BLOCK_M)
-    row_log = tl.load(log_sum + row0 + m, mask=m < queries, other=float("inf"))
-    row_delta = tl.load(delta + row0 + m, mask=m < queries, other=0.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    log2_scale = scale * LOG2E
-    begin, full_begin, full_end, end = key_range(
-        first, keys, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, LEFT, RIGHT
-    )
-    if LEFT:
+    x = load_tile(q, first, 0, P.dim, P.block_m, P.block_d, True, DTYPE)
+    d_out = load_tile(grad, first, 0, P.dim_v, P.block_m, P.block_dv, True, DTYPE)
+    m = first + tl.arange(0, P.block_m)
+    row_log = tl.load(rows.log_sum + row0 + m, mask=m < queries, other=float("inf"))
+    row_delta = tl.load(rows.delta + row0 + m, mask=m < queries, other=0.0)
+    held = (x, d_out, row_log, row_delta)
+    acc = tl.zeros([P.block_m, P.block_d], tl.float32)
+    scaling = (scale * LOG2E, slope)
+    begin, full_begin, full_end, end = key_range(first, keys, window, P)
+    if P.left:
         acc = _dq_part(
-            acc, x, d_out, row_log, row_delta, q, k, v, grad, mask, begin, full_begin, first,
-            column, queries, keys, row0, stride_qm, stride_kn, stride_vn, stride_mm, log2_scale,
-            slope, window_left, window_right, seed, threshold, keep_factor, True, DIM, DIM_V,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND,
-            DTYPE, STAGES,
+            acc, held, q, k, v, grad, mask, mask_head, begin, full_begin, first, column, row0,
+            scaling, window, drop, True, P, ROUND, DTYPE,
         )  # fmt: skip
     acc = _dq_part(
-        acc, x, d_out, row_log, row_delta, q, k, v, grad, mask, full_begin, full_end, first,
-        column, queries, keys, row0, stride_qm, stride_kn, stride_vn, stride_mm, log2_scale,
-        slope, window_left, window_right, seed, threshold, keep_factor, False, DIM, DIM_V,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND,
-        DTYPE, STAGES,
+        acc, held, q, k, v, grad, mask, mask_head, full_begin, full_end, first, column, row0,
+        scaling, window, drop, False, P, ROUND, DTYPE,
     )  # fmt: skip
-    if CAUSAL or RIGHT or LEFT or not EVEN:
+    if P.causal or P.right or P.left or not P.even:
         acc = _dq_part(
-            acc, x, d_out, row_log, row_delta, q, k, v, grad, mask, full_end, end, first,
-            column, queries, keys, row0, stride_qm, stride_kn, stride_vn, stride_mm, log2_scale,
-            slope, window_left, window_right, seed, threshold, keep_factor, True, DIM, DIM_V,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CAUSAL, LEFT, RIGHT, ALIBI, MASK, DROPOUT, ROUND,
-            DTYPE, STAGES,
+            acc, held, q, k, v, grad, mask, mask_head, full_end, end, first, column, row0,
+            scaling, window, drop, True, P, ROUND, DTYPE,
         )  # fmt: skip
-    cols = column + tl.arange(0, BLOCK_D)
-    inside = (m < queries)[:, None] & (cols < DIM)[None, :]
-    place = (row0 + m)[:, None] * DIM + cols[None, :]
+    cols = column + tl.arange(0, P.block_d)
+    inside = (m < queries)[:, None] & (cols < P.dim)[None, :]
+    place = (row0 + m)[:, None] * P.dim + cols[None, :]
     tl.store(dq + place, round_to(acc * scale, dq.dtype.element_ty), mask=inside)

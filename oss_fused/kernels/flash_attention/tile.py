@@ -19,6 +19,7 @@ from oss_fused.kernels.numerics import (
     round_to,
     row_bits,
 )
+from oss_fused.kernels.random_mask import drop_threshold, fold_seed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -26,12 +27,60 @@ LN2 = tl.constexpr(0.6931471805599453)
 _LARGEST_HEAD = 128
 
 
+class Rows(NamedTuple):
+    """A tensor [B, heads, rows, columns] with unit stride along columns; the others' strides."""
+
+    data: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Window(NamedTuple):
+    """Query m sees keys m - left to m + right; -1 for no limit."""
+
+    left: Any
+    right: Any
+
+
+class Dropout(NamedTuple):
+    """Seed and threshold of kernels/random_mask.py, and the factor of what is kept."""
+
+    seed: Any
+    threshold: Any
+    factor: Any
+
+
+class Program(NamedTuple):
+    """What a kernel is compiled for.
+
+    Query heads, and those that share a KV head; head sizes of q and of v, and columns of either in
+    a tile; the options that are on; a tile's queries and keys; tiles in flight; whether tiles
+    divide the rows.
+    """
+
+    heads: int
+    group: int
+    dim: int
+    dim_v: int
+    block_d: int
+    block_dv: int
+    causal: bool
+    left: bool
+    right: bool
+    masked: bool
+    alibi: bool
+    dropout: bool
+    block_m: int = 0
+    block_n: int = 0
+    stages: int = 1
+    even: bool = False
+
+
 @triton.jit
 def load_tile(
-    base,
+    strip,
     first,
-    rows,
-    stride,
     column,
     DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -39,7 +88,11 @@ def load_tile(
     EDGE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Tile [BLOCK_R, BLOCK_C] at row ``first`` and ``column``, 0 outside; EDGE: rows may end."""
+    """Tile [BLOCK_R, BLOCK_C] at row ``first`` and ``column``, 0 outside; EDGE: rows may end.
+
+    ``strip``: a head's pointer, number of rows and stride of a row.
+    """
+    base, rows, stride = strip
     row = tl.arange(0, BLOCK_R)[:, None]
     cols = column + tl.arange(0, BLOCK_C)[None, :]
     # ``first`` of a loop is a Python integer under the interpreter
@@ -63,147 +116,107 @@ def load_tile(
 @triton.jit
 def scores(
     x,
-    x_base,
+    x_strip,
     x_first,
-    x_rows,
-    x_stride,
-    y_base,
+    y_strip,
     y_first,
-    y_rows,
-    y_stride,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_Y: tl.constexpr,
-    EDGE_X: tl.constexpr,
-    EDGE_Y: tl.constexpr,
+    EDGE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """``x y'`` over DIM and the last tile of y; ``x`` holds the tile of x where one is enough."""
-    y = load_tile(y_base, y_first, y_rows, y_stride, 0, DIM, BLOCK_Y, BLOCK_D, EDGE_Y, DTYPE)
+    """``x y'`` over DIM and the last tile of y; ``x`` holds the tile of x where one is enough.
+
+    EDGE: y's rows may end in the tile. Those of x always may.
+    """
+    y = load_tile(y_strip, y_first, 0, DIM, BLOCK_Y, BLOCK_D, EDGE, DTYPE)
     found = tl.dot(x, tl.trans(y), input_precision="ieee")
     if DIM > BLOCK_D:
         for column in tl.static_range(BLOCK_D, DIM, BLOCK_D):
-            x = load_tile(
-                x_base, x_first, x_rows, x_stride, column, DIM, BLOCK_X, BLOCK_D, EDGE_X, DTYPE
-            )
-            y = load_tile(
-                y_base, y_first, y_rows, y_stride, column, DIM, BLOCK_Y, BLOCK_D, EDGE_Y, DTYPE
-            )
+            x = load_tile(x_strip, x_first, column, DIM, BLOCK_X, BLOCK_D, True, DTYPE)
+            y = load_tile(y_strip, y_first, column, DIM, BLOCK_Y, BLOCK_D, EDGE, DTYPE)
             found = tl.dot(x, tl.trans(y), found, input_precision="ieee")
     return found, y
 
 
 @triton.jit
 def bias_and_hide(
-    logits,
-    m,
-    n,
-    queries,
-    keys,
-    slope,
-    mask_base,
-    stride_mask,
-    window_left,
-    window_right,
-    EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASK: tl.constexpr,
+    logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P: tl.constexpr
 ):
     """Logits less ``slope * |m - n|``, -inf where hidden; m and n broadcast to the tile."""
-    if ALIBI:
+    queries, keys = sizes
+    if P.alibi:
         logits -= slope * tl.abs(m - n).to(tl.float32)
     if EDGE:
         seen = n < keys
-        if LEFT:
-            seen = seen & (n >= m - window_left)
-        if RIGHT:
-            seen = seen & (n <= m + window_right)
-        if CAUSAL:
+        if P.left:
+            seen = seen & (n >= m - window.left)
+        if P.right:
+            seen = seen & (n <= m + window.right)
+        if P.causal:
             seen = seen & (n <= m)
         logits = tl.where(seen, logits, float("-inf"))
-    if MASK:
+    if P.masked:
         inside = (m < queries) & (n < keys)
-        keep = tl.load(mask_base + m.to(tl.int64) * stride_mask + n, mask=inside, other=0)
-        logits = tl.where(keep != 0, logits, float("-inf"))
+        place = mask.data + mask_head + m.to(tl.int64) * mask.row + n
+        logits = tl.where(tl.load(place, mask=inside, other=0) != 0, logits, float("-inf"))
     return logits
 
 
 @triton.jit
-def key_range(
-    first,
-    keys,
-    window_left,
-    window_right,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-):
-    """Keys that queries [first, first + BLOCK_M) see: begin, those that all see, end."""
+def key_range(first, keys, window, P: tl.constexpr):
+    """Keys that queries [first, first + block_m) see: begin, those that all see, end."""
     begin = first * 0
     full_begin = begin
     end = begin + keys
     full_end = end
-    if LEFT:
-        begin = tl.maximum(first - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.maximum(first + BLOCK_M - 1 - window_left, 0)
-        full_begin = (full_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if RIGHT:
-        end = tl.minimum(end, first + BLOCK_M + window_right)
-        full_end = tl.minimum(full_end, first + 1 + window_right)
-    if CAUSAL:
-        end = tl.minimum(end, first + BLOCK_M)
+    if P.left:
+        begin = tl.maximum(first - window.left, 0) // P.block_n * P.block_n
+        full_begin = tl.maximum(first + P.block_m - 1 - window.left, 0)
+        full_begin = (full_begin + P.block_n - 1) // P.block_n * P.block_n
+    if P.right:
+        end = tl.minimum(end, first + P.block_m + window.right)
+        full_end = tl.minimum(full_end, first + 1 + window.right)
+    if P.causal:
+        end = tl.minimum(end, first + P.block_m)
         full_end = tl.minimum(full_end, first + 1)
-    full_end = full_end // BLOCK_N * BLOCK_N
-    full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+    full_end = full_end // P.block_n * P.block_n
+    full_begin = tl.minimum(full_begin, (end + P.block_n - 1) // P.block_n * P.block_n)
     full_begin = tl.maximum(full_begin, begin)
     return begin, full_begin, tl.maximum(full_end, full_begin), end
 
 
 @triton.jit
-def query_range(
-    first,
-    queries,
-    keys,
-    window_left,
-    window_right,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-):
-    """Queries that see keys [first, first + BLOCK_N): begin, those that see all, end."""
+def query_range(first, sizes, window, P: tl.constexpr):
+    """Queries that see keys [first, first + block_n): begin, those that see all, end."""
+    queries, keys = sizes
     begin = first * 0
     full_begin = begin
     end = begin + queries
     full_end = end
-    if CAUSAL:
-        begin = first // BLOCK_M * BLOCK_M
-        full_begin = first + BLOCK_N - 1
-    if RIGHT:
-        begin = tl.maximum(begin, tl.maximum(first - window_right, 0) // BLOCK_M * BLOCK_M)
-        full_begin = tl.maximum(full_begin, first + BLOCK_N - 1 - window_right)
-    if LEFT:
-        end = tl.minimum(end, first + BLOCK_N + window_left)
-        full_end = tl.minimum(full_end, first + window_left + 1)
-    full_begin = (full_begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    if P.causal:
+        begin = first // P.block_m * P.block_m
+        full_begin = first + P.block_n - 1
+    if P.right:
+        begin = tl.maximum(begin, tl.maximum(first - window.right, 0) // P.block_m * P.block_m)
+        full_begin = tl.maximum(full_begin, first + P.block_n - 1 - window.right)
+    if P.left:
+        end = tl.minimum(end, first + P.block_n + window.left)
+        full_end = tl.minimum(full_end, first + window.left + 1)
+    full_begin = (full_begin + P.block_m - 1) // P.block_m * P.block_m
+    full_begin = tl.minimum(full_begin, (end + P.block_m - 1) // P.block_m * P.block_m)
     full_begin = tl.maximum(full_begin, begin)
     # a last block of keys that is not full has an edge everywhere
-    full_end = tl.where(first + BLOCK_N <= keys, full_end // BLOCK_M * BLOCK_M, 0)
+    full_end = tl.where(first + P.block_n <= keys, full_end // P.block_m * P.block_m, 0)
     return begin, full_begin, tl.maximum(full_end, full_begin), end
 
 
 @triton.jit
-def kept_tile(seed, row, column, threshold):
+def kept_tile(drop, row, column):
     """Where dropout keeps; int64 ``row`` and ``column`` broadcast to the tile."""
-    return kept(row_bits(seed, row), column_bits(column), threshold)
+    return kept(row_bits(drop.seed, row), column_bits(column), drop.threshold)
 
 
 @triton.jit
@@ -253,14 +266,54 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
-def unit_stride(t: torch.Tensor) -> torch.Tensor:
-    """``t`` with unit stride along the last dimension."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+def rows_of(t: torch.Tensor) -> Rows:
+    """``t`` [B, heads, rows, columns] as an argument; copied where columns have a stride."""
+    if t.stride(-1) != 1 and t.shape[-1] > 1:
+        t = t.contiguous()
+    return Rows(t, *t.stride()[:3])
 
 
-def mask_bytes(mask: torch.Tensor | None, heads: int) -> tuple[torch.Tensor | None, list[int]]:
-    """``mask`` as bytes with unit stride, and its strides of batch, head and query."""
+def mask_rows(mask: torch.Tensor | None, heads: int) -> Rows:
+    """The bytes of ``mask`` as an argument."""
     if mask is None:
-        return None, [0, 0, 0]
-    found = unit_stride(mask.expand(-1, heads, -1, -1)).view(torch.uint8)
-    return found, list(found.stride()[:3])
+        return Rows(None, 0, 0, 0)
+    return rows_of(mask.expand(-1, heads, -1, -1).view(torch.uint8))
+
+
+def dropout(p: float, seed: int) -> Dropout:
+    """What the kernels take of ``dropout_p`` and ``seed``."""
+    return Dropout(fold_seed(seed), drop_threshold(p), 1.0 / (1.0 - p))
+
+
+def program(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    causal: bool,
+    window: Window,
+    dropout_p: float,
+    columns: tuple[int, int],
+) -> Program:
+    """What these arguments compile a kernel for; ``with_tiles`` adds the tiles."""
+    return Program(
+        heads=q.shape[1],
+        group=q.shape[1] // v.shape[1],
+        dim=q.shape[3],
+        dim_v=v.shape[3],
+        block_d=columns[0],
+        block_dv=columns[1],
+        causal=causal,
+        left=window.left >= 0,
+        right=window.right >= 0,
+        masked=mask is not None,
+        alibi=slopes is not None,
+        dropout=dropout_p > 0,
+    )
+
+
+def with_tiles(program: Program, tiles: Tiles, even: bool) -> Program:
+    """``program`` for ``tiles``; ``even``: they divide the rows that a loop walks over."""
+    return program._replace(
+        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, even=even
+    )
