@@ -4,7 +4,7 @@ BIN := .venv/bin
 # test processes: each starts engines that use every core, so that more of them gain little
 WORKERS ?= 2
 
-.PHONY: help setup demo test lint format test-gpu mutants clean
+.PHONY: help setup demo test pytest lint format test-gpu mutants clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,7 +15,10 @@ setup:  ## make .venv from the lock of this machine's kind (CPU or CUDA)
 demo: setup  ## a real model: build, calibrate, serve both, chat, compare (DEMO="--help" for options)
 	@$(BIN)/python scripts/demo.py $(DEMO)
 
-test: setup lint  ## linters, types and every test that runs without a GPU
+test: setup  ## linters, types and every test that runs without a GPU
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest:
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(TESTS)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU

@@ -83,7 +83,7 @@ def cuda_version() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """Commit of the checkout, "-dirty" if tracked files differ; OSS_FUSED_COMMIT without git."""
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parent.parent
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if head is None:
         return envs.get("OSS_FUSED_COMMIT") or None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One server for all tests of this folder, started as the container starts it."""
+"""The files of the image, its entry point, and a server that it starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.compare import CPU_ENVIRONMENT
@@ -30,16 +31,20 @@ class Served:
     environment: dict[str, str]
     image: Path
 
-    def complete(self, key: str | None = API_KEY) -> dict:
-        """A greedy completion of four tokens."""
-        body = {"model": "tiny", "prompt": [3, 17, 42], "max_tokens": 4, "temperature": 0}
+    def ask(self, body: dict, key: str | None = API_KEY) -> Any:
+        """The open answer to a request for completions."""
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        data = json.dumps(body | {"detokenize": False}).encode()
         url = f"{self.server.url}/v1/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as r:
-            return json.load(r)
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=60)
+
+    def complete(self, key: str | None = API_KEY) -> dict:
+        """A greedy completion of four tokens."""
+        body = {"model": "tiny", "prompt": [3, 17, 42], "max_tokens": 4, "temperature": 0}
+        with self.ask(body | {"detokenize": False}, key) as answer:
+            return json.load(answer)
 
 
 @pytest.fixture(scope="session")
@@ -68,28 +73,25 @@ def entrypoint(image, monkeypatch, tmp_path):
     return module
 
 
-def container(image: Path, folder: Path, flags: list[str], **variables: str) -> Server:
-    """A server of a tiny model, as the container starts it; its files lie in ``folder``."""
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, image):
+    """A server of a tiny model, as the container starts it. A start takes most of a minute."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "secrets").mkdir()
+    (folder / "secrets/api_key").write_text(f"{API_KEY}\n")
     # static scales: layers with others cannot saturate
     model = build(folder / "model", "llama", max_position_embeddings=512)
     calibrate(model, inputs="tensor")
     environment = CPU_ENVIRONMENT | os.environ
     environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"SERVER_FILE": str(folder / "server.json"), "PYTHONPATH": str(ROOT)}
-    environment |= variables
-    monitored = "--additional-config.oss_fused.monitor_every=1"
-    flags = ["--skip-tokenizer-init", "--enforce-eager", monitored, *flags]
-    command = [sys.executable, str(image / "entrypoint.py")]
-    return Server("tiny", str(model), flags, folder / "server.log", environment, command=command)
-
-
-@pytest.fixture(scope="session")
-def served(tmp_path_factory, image):
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "secrets").mkdir()
-    (folder / "secrets/api_key").write_text(f"{API_KEY}\n")
+    environment |= {"SECRETS_DIR": str(folder / "secrets"), "GRACE_PERIOD": "60"}
     # with several API servers vLLM serves another registry of metrics
-    flags = ["--max-model-len", "64", "--api-server-count", "2"]
-    with container(image, folder, flags, SECRETS_DIR=str(folder / "secrets")) as server:
+    flags = ["--max-model-len", "512", "--api-server-count", "2"]
+    flags += ["--skip-tokenizer-init", "--enforce-eager"]
+    flags.append("--additional-config.oss_fused.monitor_every=1")
+    command = [sys.executable, str(image / "entrypoint.py")]
+    log = folder / "server.log"
+    with Server("tiny", str(model), flags, log, environment, command=command) as server:
         server.wait_until_healthy()
         yield Served(server, server._environment, image)

@@ -6,11 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 
 from oss_fused.errors import ServerError
@@ -126,18 +123,3 @@ def test_every_path_but_a_few_needs_a_key(monkeypatch, path, method, key, passes
     monkeypatch.delenv("API_KEYS")
     with pytest.raises(ServerError, match="API_KEYS"):
         KeyForAllPaths(app)
-
-
-@pytest.mark.serve
-def test_key_is_asked_for_and_never_shown(served) -> None:
-    assert len(served.complete()["choices"]) == 1
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        served.complete(key=None)
-    assert API_KEY not in served.server.log_text()
-    # beyond vLLM's own guard: this one generates as well
-    for path in ("/invocations", "/tokenize"):
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{served.server.url}{path}", b"{}", timeout=10)
-    processes_of = [psutil.Process(served.server._process.pid)]
-    processes_of += processes_of[0].children(recursive=True)
-    assert not any(API_KEY in word for process in processes_of for word in process.cmdline())

@@ -105,11 +105,3 @@ def test_health_check_asks_where_and_how_the_server_was_told(
         assert subprocess.run(check, env=environment, check=False).returncode == 1
     entrypoint.server_file().write_text(json.dumps(address))
     assert subprocess.run(check, env=environment, check=False).returncode == 1, "nobody listens"
-
-
-@pytest.mark.serve
-def test_health_of_a_real_server(served) -> None:
-    check = [sys.executable, str(served.image / "healthcheck.py")]
-    assert subprocess.run(check, env=served.environment, check=False).returncode == 0
-    without = {**served.environment, "SECRETS_DIR": "/nowhere"}
-    assert subprocess.run(check, env=without, check=False).returncode == 1

@@ -4,18 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import time
-import urllib.parse
-import urllib.request
 
 import pytest
 import yaml
-from harness import processes
-from harness.server import free_port
 
 from tests.deploy.conftest import ROOT
 
@@ -117,39 +111,3 @@ def test_promtool_finds_no_fault() -> None:
             ["promtool", *command], cwd=MONITORING, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def ask(port: int, expr: str) -> list:
-    text = urllib.parse.urlencode({"query": expr})
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{text}", timeout=10) as r:
-        return json.load(r)["data"]["result"]
-
-
-@needs_prometheus
-@pytest.mark.serve
-def test_every_query_has_data(served, tmp_path) -> None:
-    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(MONITORING / "rules/*.yml")]
-    targets = [f"127.0.0.1:{served.server.port}"]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
-    command.append(f"--storage.tsdb.path={tmp_path}/data")
-    command.append(f"--web.listen-address=127.0.0.1:{port}")
-    with (tmp_path / "prometheus.log").open("wb") as log:
-        prometheus = processes.start(command, log, os.environ)
-    try:
-        pending = queries()
-        deadline = time.monotonic() + 90
-        while pending and time.monotonic() < deadline:
-            served.complete()
-            time.sleep(0.5)
-            try:
-                pending = [expr for expr in pending if not ask(port, expr)]
-            except OSError:
-                continue  # not up yet
-    finally:
-        processes.stop(prometheus)
-    assert not pending, "\n".join(pending)

@@ -47,10 +47,28 @@ def _served_rows(bare: bool) -> Passages:
     return found
 
 
+def _demo() -> Passages:
+    cells = load("cpu/demo.json")["cells"]
+    own, theirs = ([c["arms"][arm]["figures"] for c in cells] for arm in ("oss_fp8", "bf16"))
+    rate, time = "output_throughput", "p50_tpot_ms"
+    ratios = [mine[rate] / other[rate] for mine, other in zip(own, theirs)]
+    return [
+        (
+            "gave {:.2f} times the tokens per second of bf16 at one request and {:.2f} times at",
+            ratios,
+        ),
+        (
+            "time per token was {:.0f} ms and {:.0f} ms, bf16's {:.0f} ms and {:.0f} ms",
+            [figures[time] for arm in (own, theirs) for figures in arm],
+        ),
+    ]
+
+
 def readme() -> Passages:
     cost = ("decode", "kl")
     return [
         *_served_rows(bare=True),
+        *_demo(),
         (
             "gpt-oss-20b {:.2f} GiB (baseline {:.2f})",
             [memory("gpt_oss_20b", arm) for arm in ("oss_fp8", "baseline")],

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""scripts/setup_env.py: shares of the lock, commands side by side, a failure told with its end."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+script = runpy.run_path(str(ROOT / "scripts/setup_env.py"))
+Step, StepFailed = script["Step"], script["StepFailed"]
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+def test_the_shares_are_the_lock(tmp_path: Path, flavour: str) -> None:
+    lock = ROOT / "deploy" / flavour / "requirements.lock"
+    count, files = script["divide"](lock, tmp_path)
+    shares = [file.read_text().splitlines() for file in files]
+    packages = [line for share in shares for line in share if not line.startswith("-")]
+    wanted = [line for line in lock.read_text().splitlines() if "==" in line and line[0] != "#"]
+    assert sorted(packages) == sorted(wanted) and len(packages) == count
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_commands_run_side_by_side(tmp_path: Path) -> None:
+    """Each waits for the other's file."""
+    wait = "import pathlib, sys, time; a, b = map(pathlib.Path, sys.argv[1:]); a.touch()\n"
+    wait += "while not b.exists(): time.sleep(0.01)"
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    script["run_step"](
+        Step("wait", [[sys.executable, "-c", wait, *files] for files in ((a, b), (b, a))])
+    )
+
+
+def test_a_failure_ends_the_others_and_is_told() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    fail = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
+    begin = time.monotonic()
+    with pytest.raises(StepFailed, match=r"(?s)\[1/1\] install.*no such package\n  check the disk"):
+        script["run_step"](Step("[1/1] install", [sleep, fail], "check the disk"))
+    assert time.monotonic() - begin < 30
