@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both set up .venv first (seconds on a rerun).
 PYTHON ?= python3
 BIN := .venv/bin
-# test processes: each starts engines that use every core, so that more of them gain little
+# test processes
 WORKERS ?= 2
 
 .PHONY: help setup demo test pytest lint format test-gpu mutants clean
@@ -18,8 +18,9 @@ demo: setup  ## a real model: build, calibrate, serve both, chat, compare (DEMO=
 test: setup  ## linters, types and every test that runs without a GPU
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
+# one thread each: those of two test processes would wait for each other
 pytest:
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 40 $(TESTS)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(TESTS)
