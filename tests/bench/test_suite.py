@@ -177,7 +177,7 @@ def test_reports_are_written(suite, tmp_path):
             assert f"(r-{kind}-{name}.png)" in markdown
             assert (tmp_path / f"r-{kind}-{name}.png").read_bytes().startswith(b"\x89PNG")
     page = suite.save_report(tmp_path / "r.html").read_text()
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == 7
     assert "broken &lt;b&gt;" in page and "broken <b>" not in page
     assert suite.save_report(tmp_path / "r.txt").read_text() == suite.generate_report()
     with pytest.raises(ValueError, match=r"r\.pdf"):
