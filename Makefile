@@ -4,7 +4,7 @@ BIN := .venv/bin
 # test processes
 WORKERS ?= 2
 
-.PHONY: help setup demo test pytest lint format test-gpu mutants clean
+.PHONY: help setup demo test pytest lint format test-gpu mutants tutorial docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,12 @@ test-gpu: setup  ## the tests that need an NVIDIA GPU
 mutants: setup  ## wrong changes that the tests must catch, one at a time (MUTANTS="--help" for options)
 	@$(BIN)/python scripts/mutants.py $(MUTANTS)
 
+tutorial: setup  ## run every chapter of docs/tutorial, a line each (TUTORIAL="05 06" runs some)
+	@$(BIN)/python scripts/tutorial.py $(TUTORIAL)
+
+docs: setup  ## the tutorial and all pages as a site in results/site
+	@$(BIN)/python scripts/tutorial.py --changed && $(BIN)/python scripts/build_docs.py
+
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -35,4 +41,4 @@ format: setup  ## let ruff fix and format
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf .venv models results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs models results .pytest_cache .mypy_cache .ruff_cache .hypothesis

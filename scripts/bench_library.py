@@ -3,12 +3,12 @@
 """Measure the library's figures and write them with their environment.
 
 RMSNorm+RoPE against copy bandwidth, eager PyTorch and torch.compile; the steps of
-docs/matmul-in-steps.md against cuBLAS; the tuner's gain; the host overhead of the public function;
+docs/tutorial/06-matmul.py against cuBLAS; the tuner's gain; the host overhead of a public function;
 part "backends" adds the gated MLP and the FP8 GEMM, every backend side by side, with energy.
 Writes FOLDER/library.json, the suite's reports FOLDER/library-suite.{json,md,html}, and merges the
 figures into FOLDER/summary.json.
 
-    python scripts/bench_library.py --output docs/results/h200 --chapter docs/matmul-in-steps.md
+    python scripts/bench_library.py --output docs/results/h200
     python scripts/bench_library.py --output docs/results/h200 --render     # reports of saved rows
     TRITON_INTERPRET=1 python scripts/bench_library.py --device cpu --rehearse --output /tmp/out
 
@@ -27,12 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness.tuning_figures import (
-    chapter_table,
     host_overhead,
     matmul_steps,
     norm_figures,
     tuning_gain,
-    write_chapter,
     write_figures,
 )
 
@@ -61,7 +59,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--targets", nargs="+", choices=TUNED, default=list(TUNED))
-    parser.add_argument("--chapter", type=Path, help="page whose measured table to rewrite")
     parser.add_argument(
         "--render", action="store_true", help="measure nothing: redo the suite's reports"
     )
@@ -111,9 +108,6 @@ class Run:
         found, times = matmul_steps(self.device, self.size, self.rounds, tuned)
         self.figures |= found
         self.detail["matmul_ms"] = times
-        if self.args.chapter:
-            table = chapter_table(times, self.size, self.suite.ceilings.device)
-            write_chapter(self.args.chapter, table)
 
     def backends(self) -> None:
         """The gated MLP and the FP8 GEMM on every backend."""

@@ -4,8 +4,8 @@ r"""Measure softmax, LayerNorm, attention and convolution on one NVIDIA GPU; eac
 
 Softmax and LayerNorm: bytes per second as a share of a copy's, against PyTorch. Attention: TFLOPS
 of forward and backward against PyTorch's and, where vLLM has it, FlashAttention 3. --sweep also
-times other tiles of attention. Part "teaching" has the tutorial's kernels. Writes the rows as JSON,
-merges the figures into summary.json beside it, and prints a table last.
+times other tiles of attention. Part "teaching" has the kernels of docs/tutorial. Writes the rows as
+JSON, merges the figures into summary.json beside it, and prints a table last.
 
     python scripts/bench_operators.py --output docs/results/h100/operators.json
 """
@@ -44,8 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         print("bench_operators: needs an NVIDIA GPU", file=sys.stderr)
         return 1
 
-    from harness import convolution_cases, teaching_cases
+    from harness import convolution_cases
     from harness import operator_cases as cases
+    from harness.chapters import MEASURED, chapter
     from harness.summary import merge_summary
 
     from oss_fused.bench.timing import copy_bandwidth
@@ -65,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     if "convolution" in args.parts:
         rows += convolution_cases.convolution_rows()
     if "teaching" in args.parts:
-        rows += teaching_cases.teaching_rows(bandwidth)
-    modules = (cases, convolution_cases, teaching_cases)
+        for name in MEASURED:
+            rows += chapter(name).gpu_rows(bandwidth)
+    modules = (cases, convolution_cases, chapter("12-epilogue-patterns"))
     figures = {name: value for part in modules for name, value in part.figures(rows).items()}
     results = {"kind": "oss_fused.operators", "environment": fingerprint(), "rows": rows}
     write_json(args.output, results | {"bandwidth": bandwidth, "figures": figures})

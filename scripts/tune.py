@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import harness.tutorial_target  # noqa: F401  adds the target "matmul"
+from harness.chapters import chapter
 from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
@@ -38,6 +38,8 @@ from oss_fused.tuning.result import TuningResult, trials_csv
 from oss_fused.tuning.simulate import tune_simulated
 from oss_fused.tuning.targets import TARGETS, get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
+
+chapter("10-autotuning")  # adds the target "matmul"
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from harness.chapters import chapter
 from harness.summary import merge_summary
-from harness.tutorial_target import MatmulProblem
 from oss_fused.bench.accuracy import check_accuracy
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
@@ -26,9 +26,6 @@ from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.space import Config
 from oss_fused.tuning.targets import get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
-
-# the measured table of a page stands between these lines
-MARKS = ("<!-- measured -->", "<!-- end of measured -->")
 
 
 def norm_figures(
@@ -65,15 +62,13 @@ def norm_figures(
 def matmul_steps(
     device: torch.device, size: int, max_rounds: int = 5, tuned: Config | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median ms of every step of docs/matmul-in-steps.md and of its cuBLAS counterpart.
+    """Median ms of every step of docs/tutorial/06-matmul.py and of its cuBLAS counterpart.
 
     v3 and v4 take ``tuned``, a config that ``tuning_gain`` found; None leaves their default.
     """
-    from harness import tutorial_matmul as steps
-
+    steps = chapter("06-matmul")
     config = tuned or {}
-
-    made = MatmulProblem(size, size, size).make(device)
+    made = chapter("10-autotuning").MatmulProblem(size, size, size).make(device)
     a, b = made["a"], made["b"].contiguous()
     bias = torch.ones(size, dtype=a.dtype, device=device)
     product = a.float() @ b.float()
@@ -105,6 +100,7 @@ def tuning_gain(
     The default of "matmul" is the config of v2; that of the library's own kernels is their
     untuned config.
     """
+    chapter("10-autotuning")  # adds the target "matmul"
     target = get_target(name)
     problem = target.problem(*sizes)
     tuner = TritonAutoTuner(
@@ -145,30 +141,6 @@ def host_overhead(device: torch.device) -> dict[str, float]:
         public = host_overhead_us(lambda: fused_rmsnorm_rope(**args), 500)
         raw = host_overhead_us(lambda: launcher(*args.values(), 1e-6), 500)
     return {"library.door_overhead_us": public - raw}
-
-
-def chapter_table(times: Mapping[str, float], size: int, device: str) -> str:
-    """The measured table of docs/matmul-in-steps.md."""
-    lines = [f"{device}, {size}^2 bfloat16, median:", "", "| step | ms | TFLOP/s | of cuBLAS |"]
-    lines.append("|---|---|---|---|")
-    for name, ms in times.items():
-        base = times["cublas+bias+silu" if name in ("v4", "cublas+bias+silu") else "cublas"]
-        tflops = 2 * size**3 / (ms * 1e-3) / 1e12
-        lines.append(f"| {name} | {ms:.3f} | {tflops:.1f} | {base / ms:.0%} |")
-    return "\n".join(lines)
-
-
-def write_chapter(path: Path, table: str) -> None:
-    """Put ``table`` between the marks of the page, in place of the last one.
-
-    Raises:
-        ValueError: the page has no marks.
-    """
-    text = path.read_text()
-    start, end = text.find(MARKS[0]), text.find(MARKS[1])
-    if start < 0 or end < start:
-        raise ValueError(f"{path}: expected the lines {MARKS[0]} and {MARKS[1]}")
-    path.write_text(f"{text[:start]}{MARKS[0]}\n{table}\n{text[end:]}")
 
 
 def write_figures(folder: Path, figures: Mapping[str, float], detail: Mapping[str, Any]) -> None:

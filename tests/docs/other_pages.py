@@ -226,13 +226,3 @@ def tuning() -> Passages:
         ("{:.1f} % for `gated_mlp`", [100 * gains[1]]),
         ("{:.1f} % for `rmsnorm_rope`", [100 * gains[2]]),
     ]
-
-
-def matmul() -> Passages:
-    times = load("h200/library.json")["matmul_ms"]
-    found: Passages = []
-    for name, ms in times.items():
-        base = times["cublas+bias+silu" if name in ("v4", "cublas+bias+silu") else "cublas"]
-        values = [ms, 2 * 4096**3 / ms / 1e9, 100 * base / ms]
-        found.append((f"| {name} | {{:.3f}} | {{:.1f}} | {{:.0f}}% |", values))
-    return found

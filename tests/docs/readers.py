@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,14 @@ def kernels(group: str, figure: str, **shape: Any) -> list[float]:
     rows = load("h200/kernels.json")["results"]
     found = [r for r in rows if r["group"] == group and shape.items() <= r.items()]
     return [row[figure] for row in found]
+
+
+def text_of(path: Path) -> str:
+    """The Markdown of a page, or that of a chapter's cells; without code."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        cells = text.split("# %% [markdown]\n")[1:]
+        lines = [line for cell in cells for line in cell.partition("\n# %%")[0].splitlines()]
+        text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
+    text = re.sub(r"^(```+).*?^\1", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)

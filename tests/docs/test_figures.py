@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.docs import other_pages, serving_pages
-from tests.docs.readers import ROOT
+from tests.docs.readers import ROOT, text_of
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 STATED = {
@@ -28,7 +28,6 @@ STATED = {
     "docs/kernels.md": other_pages.kernel_page,
     "docs/operators.md": other_pages.operators,
     "docs/tuning.md": other_pages.tuning,
-    "docs/matmul-in-steps.md": other_pages.matmul,
 }
 
 
@@ -93,3 +92,18 @@ def test_other_figures_are_known_not_to_be_measured(page):
     found = unstated(page)
     assert [figure for figure in found if figure not in known] == []
     assert [figure for figure in known if figure not in found] == [], "gone from the page"
+
+
+TUTORIAL = ROOT / "docs" / "tutorial"
+TUTORIAL_PAGES = [*sorted(TUTORIAL.glob("[0-9]*.py")), *sorted(TUTORIAL.rglob("*.md"))]
+# limits, statements about limits, examples and exercises of the tutorial: measured figures stand in
+# the tables that its chapters print
+NOT_MEASURED_THERE = {
+    *("1 %", "2 %", "3 %", "5 %", "30 %", "40 %", "70 %", "80 %", "90 %", "95 %", "99 %"),
+    *("1.3x", "2x", "0.18 ms", "0.5 ms", "100 us", "5 us", "1 GiB"),
+}
+
+
+@pytest.mark.parametrize("page", TUTORIAL_PAGES, ids=lambda path: path.name)
+def test_the_text_of_the_tutorial_states_no_measurement(page):
+    assert set(_FIGURE.findall(words(text_of(page)))) <= NOT_MEASURED_THERE

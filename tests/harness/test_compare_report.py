@@ -191,6 +191,13 @@ def test_paths_of_this_machine_become_names() -> None:
     assert environment.portable(value) == expected
 
 
+def test_the_commit_is_asked_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(environment, "_output", lambda *words: asked.append(words) or "abc")
+    assert environment.commit() == "abc-dirty"
+    assert all((Path(words[2]) / "pyproject.toml").is_file() for words in asked)
+
+
 def test_fingerprint_is_json_and_names_versions() -> None:
     found = json.loads(json.dumps(environment.fingerprint()))
     assert found["versions"]["torch"] and found["versions"]["oss-fused"]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What bench_operators makes of its rows."""
 
-from harness import convolution_cases, teaching_cases
+from harness import convolution_cases
 from harness import operator_cases as cases
+from harness.chapters import MEASURED, chapter
 
 
 def row(operation, implementation, **values):
@@ -65,5 +66,8 @@ def test_figures_and_lines_of_convolution():
     }
     assert convolution_cases.figures(ROWS) == {}
     fused = row("gemm epilogue", "bias and silu", fraction=0.97)
-    assert teaching_cases.figures([*ROWS, fused]) == {"operators.gemm_epilogue.fraction": 0.97}
+    epilogue = chapter("12-epilogue-patterns")
+    assert epilogue.figures([*ROWS, fused]) == {"operators.gemm_epilogue.fraction": 0.97}
+    assert epilogue.figures([*ROWS, fused | {"error": "wrong"}]) == {}
+    assert all(callable(chapter(name).gpu_rows) for name in MEASURED)
     assert "32x64x64x56x3 nhwc" in cases.table(rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.chapters import chapter
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_library.py"
 spec = importlib.util.spec_from_file_location("bench_library", SCRIPT)
@@ -19,13 +20,8 @@ spec.loader.exec_module(bench_library)
 def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
     (tmp_path / "summary.json").write_text('{"serving.tokens": 5}')
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
-    chapter = tmp_path / "page.md"
-    chapter.write_text("before\n<!-- measured -->\nold\n<!-- end of measured -->\nafter\n")
-    args += ["--chapter", str(chapter), "--parts", "norm", "backends", "matmul", "overhead"]
+    args += ["--parts", "norm", "backends", "matmul", "overhead"]
     assert bench_library.main(args) == 0
-    page = chapter.read_text()
-    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
-    assert "| v3 |" in page and "| cublas+bias+silu |" in page
     suite = json.loads((tmp_path / "library-suite.json").read_text())
     assert {row["operation"] for row in suite["rows"]} == {"rmsnorm_rope", "gated_mlp", "fp8_gemm"}
     report = (tmp_path / "library-suite.md").read_text()
@@ -48,21 +44,12 @@ def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):
 
 
 def test_a_wrong_kernel_is_an_error_and_keeps_what_was_measured(tmp_path, device, monkeypatch):
-    from harness import tutorial_matmul
-
-    monkeypatch.setattr(tutorial_matmul, "matmul_v0", lambda a, b: a @ b * 1.1)
+    wrong = chapter("06-matmul")
+    monkeypatch.setattr(wrong, "matmul_v0", lambda a, b: a @ b * 1.1)
     monkeypatch.setattr(bench_library, "norm_figures", lambda *a: {"library.x": 1.0})
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
     assert bench_library.main([*args, "--parts", "norm", "matmul"]) == 1
     assert list(json.loads((tmp_path / "summary.json").read_text())) == ["library.x"]
-
-
-def test_a_page_without_marks_is_bad_input(tmp_path, device, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("no marks\n")
-    args = ["--device", device.type, "--rehearse", "--output", str(tmp_path), "--parts", "matmul"]
-    assert bench_library.main([*args, "--chapter", str(page)]) == 2
-    assert "<!-- measured -->" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

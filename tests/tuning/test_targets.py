@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tutorial's matrix products, the tuner on a real Triton kernel, and scripts/tune.py."""
+"""The tuner on a real Triton kernel, its targets, and scripts/tune.py."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import importlib.util
 import json
 from pathlib import Path
 
-import harness.tutorial_target  # noqa: F401  adds the target "matmul"
 import pytest
 import torch
-from harness import tutorial_matmul as steps
-from harness.tutorial_add import add
+from harness.chapters import chapter
 
 from oss_fused.bench.accuracy import check_accuracy
-from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.result import Status
 from oss_fused.tuning.targets import get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
-
-PLAIN = [steps.matmul_v0, steps.matmul_v1, steps.matmul_v2, steps.matmul_v3]
-SHAPES = [(1, 1, 1), (9, 130, 33), (35, 20, 17)]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune.py"
 spec = importlib.util.spec_from_file_location("tune", SCRIPT)
@@ -37,55 +31,11 @@ def operands(m, n, k, dtype, device):
     return a, b.t()
 
 
-@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_step_is_the_product(function, shape, dtype, device):
-    a, b = operands(*shape, dtype, device)
-    for layout in (b, b.contiguous()):
-        result = check_accuracy(function(a, layout).cpu(), (a.double() @ b.double()).cpu())
-        assert result.passed, result
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_first_example_adds(dtype, device):
-    a, b = (torch.randn(1500, dtype=dtype, device=device) for _ in range(2))
-    assert torch.equal(add(a, b, BLOCK_SIZE=256), a + b)
-    assert torch.equal(add(a[::2], b[::2]), a[::2] + b[::2])
-    assert add(a[:0], b[:0]).numel() == 0
-    with pytest.raises(ShapeMismatchError, match=r"b\.shape=\(1499,\)"):
-        add(a, b[1:])
-    with pytest.raises(UnsupportedDtypeError, match=r"b\.dtype"):
-        add(a, b.half())
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_epilogue_is_bias_and_silu(shape, device):
-    a, b = operands(*shape, torch.float32, device)
-    bias = torch.randn(shape[1], device=device)
-    expected = torch.nn.functional.silu(a.double() @ b.double() + bias.double())
-    assert check_accuracy(steps.matmul_v4(a, b, bias).cpu(), expected.cpu()).passed
-    with pytest.raises(ShapeMismatchError, match="bias"):
-        steps.matmul_v4(a, b, bias[:0])
-
-
-def test_nothing_to_multiply_and_bad_operands(device):
-    empty = torch.empty(0, 4, device=device)
-    four = torch.ones(4, 3, device=device)
-    for function in PLAIN:
-        assert function(empty, four).shape == (0, 3)
-        assert (function(torch.ones(2, 0, device=device), four[:0]) == 0).all()
-        with pytest.raises(ShapeMismatchError, match=r"a\.shape=\(4, 3\)"):
-            function(four, four)
-        with pytest.raises(UnsupportedDtypeError, match=r"b\.dtype"):
-            function(four.t(), four.half())
-
-
 def test_tuner_on_a_real_kernel_rejects_the_wrong_and_keeps_the_right(tmp_path, device):
     a, b = operands(16, 16, 64, torch.float32, device)
 
     def sometimes_wrong(a, b, BLOCK_K):
-        out = steps.matmul_v3(a, b, 16, 16, BLOCK_K, num_warps=4, num_stages=1)
+        out = chapter("06-matmul").matmul_v3(a, b, 16, 16, BLOCK_K, num_warps=4, num_stages=1)
         return out * 1.01 if BLOCK_K == 64 else out
 
     tuner = TritonAutoTuner(

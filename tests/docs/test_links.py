@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""Every link of the pages and chapters leads to a file, and to a heading where it names one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.readers import ROOT, text_of
+
+TUTORIAL = ROOT / "docs" / "tutorial"
+SOURCES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(TUTORIAL.rglob("[0-9][0-9]-*.py")),
+]
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def headings(path: Path) -> set[str]:
+    """Anchors of a page, as GitHub and MkDocs make them."""
+    text = re.sub(r"^(```+).*?^\1", "", path.read_text(), flags=re.M | re.S)
+    if path.suffix == ".py":
+        text = re.sub(r"(?m)^# ?", "", text)
+    titles = re.findall(r"(?m)^#+ (.*)$", text)
+    plain = [re.sub(r"[^\w\- ]", "", title.replace("`", "")).strip().lower() for title in titles]
+    return {title.replace(" ", "-") for title in plain}
+
+
+def broken(path: Path, text: str) -> list[str]:
+    """Links of ``text``, which stands in ``path``, that lead nowhere."""
+    found = []
+    for target in _LINK.findall(text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        file = (path.parent / place).resolve() if place else path
+        if not file.exists() or (anchor and anchor not in headings(file)):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    assert broken(path, text_of(path)) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n")
+    text = "[a](page.md) [b](page.md#one-heading) [c](none.md) [d](#two) [e](https://x.example)"
+    assert broken(page, text) == ["none.md", "#two"]
+
+
+def test_a_chapter_is_searched_in_its_text_only(tmp_path):
+    chapter = tmp_path / "01-x.py"
+    chapter.write_text("# %% [markdown]\n# [a](none.md)\n\n# %%\nx = '[b](none.py)'\n")
+    assert broken(chapter, text_of(chapter)) == ["none.md"]
+
+
+def test_the_templates_and_appendices_are_searched():
+    names = {path.name for path in SOURCES}
+    assert {
+        "kernel-report.md",
+        "appendix-glossary.md",
+        "17-fp8-calibration-and-serving.py",
+    } <= names
