@@ -11,7 +11,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.recipe import make_recipe
 from tests.deploy.parallel import LAYOUTS, PROMPTS, ROOT, TEXTS, from_one_rank, run, token_ids
 from tests.deploy.parallel_child import OPTIONS, complete
 from tests.plugin.conftest import build, calibrate, to_mxfp4
@@ -66,6 +69,23 @@ def test_two_ranks_reload_as_they_load(family, tmp_path):
     reloaded = run(folders[0], options | {"reload": str(folders[1])}, PROMPTS, 600)
     assert isinstance(reloaded, list), reloaded
     assert reloaded == fresh != old
+
+
+@long_test
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_two_ranks_check_themselves(layout, tmp_path):
+    folder = tmp_path / "model"
+    recipe = make_recipe({"experts": "mxfp4", "self_check": "on"})
+    Run(recipe, RunOptions(ROOT / "tests/data/tiny_gpt_oss", folder)).execute()
+    options = {"additional_config": {"oss_fused": {"self_check": True}}, **LAYOUTS[layout]}
+    answers = run(folder, options, PROMPTS, 600)
+    assert isinstance(answers, list), answers
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.self_attn.v_proj.weight_scale"] *= 8
+    save_file(state, folder / "model.safetensors")
+    log = tmp_path / "log"
+    assert isinstance(run(folder, options, PROMPTS, 600, log), str)
+    assert "CheckpointError: self_check: " in log.read_text()
 
 
 def test_distance_is_seen():
