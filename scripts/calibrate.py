@@ -2,17 +2,13 @@
 # SPDX-License-Identifier: MIT
 """Make an FP8 checkpoint from a Hugging Face one (bf16, fp16, fp32 or MXFP4 gpt-oss).
 
-    python scripts/calibrate.py MODEL --output MODEL-oss-fp8
-    vllm serve MODEL-oss-fp8
+    calibrate.py MODEL --output MODEL-oss-fp8
 
-A fine-tuned gpt-oss, whole or as a LoRA adapter, becomes MXFP4 again:
+A fine-tuned gpt-oss, whole or as a LoRA adapter, becomes MXFP4 again (docs/calibration.md):
 
-    python scripts/calibrate.py MY-FINE-TUNE --output OUT --experts mxfp4 --dataset chats.jsonl
-    python scripts/calibrate.py BASE --adapter MY-LORA --output OUT --experts mxfp4
-    python scripts/calibrate.py MY-FINE-TUNE --output OUT --format oss-fp8 --format mxfp4
-
-The last writes OUT/oss-fp8, for this package, and OUT/mxfp4, which vLLM and transformers load by
-themselves. docs/calibration.md tells more.
+    calibrate.py MY-FINE-TUNE --output OUT --experts mxfp4 --dataset chats.jsonl
+    calibrate.py BASE --adapter MY-LORA --output OUT --experts mxfp4
+    calibrate.py MY-FINE-TUNE --output OUT --format oss-fp8 --format mxfp4   # also for vLLM alone
 
 Without --dataset only weights are read, and activations are quantised per token as the model is
 served. With --dataset the model runs layer by layer on it. Memory holds one layer at a time.
@@ -33,10 +29,11 @@ from harness.calibration_report import FOLDER, append_trend, figures_of, write_r
 from tqdm import tqdm
 
 from oss_fused.errors import OssFusedError, SchemeError
-from oss_fused.quant.calibrator import Run, RunOptions, Summary
+from oss_fused.quant.calibrator import Run, Summary
 from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, split_formats
 from oss_fused.quant.recipe import Recipe, load_recipe, make_recipe
 from oss_fused.quant.record import load_record
+from oss_fused.quant.run_options import RunOptions
 from oss_fused.quant.scheme import PRESETS
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130

@@ -38,10 +38,11 @@ from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
 from oss_fused.quant import expert_stream, streaming
-from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.calibrator import Run
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
 from oss_fused.quant.export import Exporter
 from oss_fused.quant.recipe import make_recipe
+from oss_fused.quant.run_options import RunOptions
 from oss_fused.quant.runner import LayerRunner
 from oss_fused.quant.streaming import LayerStream
 
@@ -160,6 +161,10 @@ def main(argv: list[str] | None = None) -> int:
             options = RunOptions(args.model, Path(work) / "out", args.device)
             with stages.watched():
                 run = Run(make_recipe({**recipe, **sizes}), options)
+                model: Any = run.skeleton.model
+                layer = max(
+                    sum(p.numel() for p in layer.parameters()) for layer in model.model.layers
+                )
                 summary = run.execute()
     except (OssFusedError, OSError) as error:
         print(f"measure_calibration: {error}", file=sys.stderr)
@@ -173,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         "device": run.device.type,
         **sizes,
         "layers": run.skeleton.layers,
+        "largest_layer_float32_gib": layer * 4 / 2**30,
         "experts": run.plan.experts,
         "kv_cache": args.kv_cache,
         "source_gib": summary.source_bytes / 2**30,

@@ -26,11 +26,12 @@ from harness import summary, texts
 
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
-from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.calibrator import Run
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.pipeline import calibrate
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
+from oss_fused.quant.run_options import RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("w8a16", "w8a8", "policy")

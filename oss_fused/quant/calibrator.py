@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,18 @@ from oss_fused.quant.checkpoint.assets import (
     write_config,
     write_model_card,
 )
-from oss_fused.quant.checkpoint.place import OutputLock, check_apart, check_replaceable, real
+from oss_fused.quant.checkpoint.place import OutputLock
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.source import SourceReader
 from oss_fused.quant.checkpoint.writer import CheckpointWriter
-from oss_fused.quant.dataset import PYTHON, file_digest, load_samples, load_tokenizer
+from oss_fused.quant.dataset import file_digest, load_samples, load_tokenizer
 from oss_fused.quant.export import Exporter, LayerCalibration
 from oss_fused.quant.mxfp4_rounding import Mxfp4Rounder, open_base
 from oss_fused.quant.plan import CheckpointPlan, make_plan
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
 from oss_fused.quant.record_builder import SearchResult, build_record, layer_step
+from oss_fused.quant.run_options import RunOptions, check_output, pick_device
 from oss_fused.quant.self_check import write_self_check
 from oss_fused.quant.skeleton import ModelSkeleton
 from oss_fused.quant.streaming import LayerStream
@@ -39,34 +40,6 @@ Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 # samples on which --accuracy-target compares mixes of precisions
 HELD_OUT = 8
 _NOWHERE = -1  # before the first step
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where and how a run happens; nothing here changes the numbers of the result.
-
-    Attributes:
-        model: source folder.
-        adapter: folder of a LoRA adapter that is merged into it, None without.
-        output: folder to make.
-        device: of the arithmetic.
-        resume: go on with an interrupted run of the same settings.
-        overwrite: replace an existing output folder once the new one is complete.
-        max_shard_bytes: upper size of a shard.
-        stage: where a run with an accuracy target keeps the checkpoint with everything in FP8, for
-            other targets; None drops it.
-        kept: what the user calls it -> a file that the output must not replace.
-    """
-
-    model: Path
-    output: Path
-    device: str = "cpu"
-    resume: bool = False
-    overwrite: bool = False
-    max_shard_bytes: int = 5_000_000_000
-    stage: Path | None = None
-    adapter: Path | None = None
-    kept: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,9 +111,13 @@ class Run:
         self.source = self.reader.digest()
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: CheckpointPlan = make_plan(self.skeleton, recipe)
+        base_folder = recipe.base
+        if self.plan.expert_rounding is not None and self.skeleton.stored_experts == "mxfp4":
+            # what the adapter leaves as it is keeps its codes
+            base_folder = base_folder or str(options.model)
         self.rounder = Mxfp4Rounder(
             "nearest" if recipe.rounding == "nearest" else "mse",
-            None if recipe.base is None else open_base(recipe.base, self.skeleton),
+            None if base_folder is None else open_base(base_folder, self.skeleton),
         )
         self.held_out: list[torch.Tensor] = []
         self.samples = self._load_samples() if base is None else []
@@ -363,42 +340,3 @@ def _leave(
     if stream is not None and layer is not None and layer >= stream.next_layer:
         writer.done(layer_step(layer), calibration.layer)
         stream.commit(layer)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device called ``name``: "auto" takes the GPU where there is one.
-
-    Raises:
-        OssFusedError: the device is unknown or absent.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise OssFusedError(f"--device={name!r}: expected auto, cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OssFusedError(f"--device={name!r}: this machine has no usable NVIDIA GPU; use cpu")
-    return torch.device(name)
-
-
-def check_output(options: RunOptions, recipe: Recipe) -> None:
-    """Refuse places for output and stage that hold something that a run must not replace.
-
-    Raises:
-        CheckpointError: the output exists (without overwrite) or is no output of calibration; or
-            output or stage contains or lies in the source, or contains another file of the user.
-    """
-    output, stage = real(options.output), options.stage
-    files = dict(options.kept)
-    if recipe.dataset is not None and recipe.dataset != PYTHON:
-        files["--dataset"] = Path(recipe.dataset)
-    folders = {"MODEL": options.model}
-    if options.adapter is not None:
-        folders["--adapter"] = options.adapter
-    if recipe.base is not None:
-        folders["--base"] = Path(recipe.base)
-    flag = f"--output={str(options.output)!r}"
-    check_apart(output, flag, folders | ({} if stage is None else {"--fp8-stage": stage}), files)
-    if stage is not None:
-        check_apart(real(stage), f"--fp8-stage={str(stage)!r}", folders, files)
-    check_replaceable(output, flag, options.overwrite)

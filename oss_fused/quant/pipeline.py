@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from oss_fused.errors import CheckpointError
-from oss_fused.quant.calibrator import Progress, Run, RunOptions, Summary, check_output
+from oss_fused.quant.calibrator import Progress, Run, Summary
 from oss_fused.quant.checkpoint.place import OutputLock, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.plan import make_plan
@@ -20,6 +20,7 @@ from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import CalibrationRecord, MixRecord, load_record
 from oss_fused.quant.record_builder import SearchResult
+from oss_fused.quant.run_options import RunOptions, check_output
 
 # formats of calibrate_both, which are also the names of its folders
 BOTH = ("oss-fp8", "mxfp4")
