@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from oss_fused.quant.rounding import (
     round_with_feedback,
 )
 
+# key of the products of what down_proj's inputs lost to rounding with those inputs
+_LOST = "lost"
+
 
 class ExpertWatch:
     """Counts the tokens routed to each expert and, if asked, sums its inputs' moments.
@@ -28,87 +31,125 @@ class ExpertWatch:
         tokens: by expert.
     """
 
-    def __init__(self, experts: Any, storage: str | None) -> None:
-        """Watch a module of experts, which computes as the unquantised model does.
-
-        Args:
-            experts: transformers' module.
-            storage: "fp8" or "mxfp4", for which weights will be rounded with feedback; None sums no
-                moments.
-        """
+    def __init__(self, experts: Any, moments: bool) -> None:
+        """Watch a module of experts, which computes as the unquantised model does."""
         self.experts = experts
         self.tokens = [0] * experts.num_experts
-        # inputs as weights meet them: those of MXFP4 experts stay in 16 bits
-        self._as_served = fake_quantize if storage == "fp8" else _as_they_are
-        self._moments: dict[tuple[str, int], InputMoments] | None = {} if storage else None
+        self._moments: dict[tuple[str, int], InputMoments] | None = {} if moments else None
         self._handle = experts.register_forward_pre_hook(self._see)
 
     def close(self) -> None:
         """Stop watching."""
         self._handle.remove()
 
-    def rounded_to_fp8(self, module: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Codes and scales with error feedback, by the tensors' name less its suffix.
+    def rounded(self, module: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """FP8 codes and scales with error feedback, by the tensors' name less its suffix.
 
         Experts that fewer tokens than inputs were routed to are left out: feedback would fit the
         weights to those few.
         """
         result = {}
-        for part, short, expert, weight in self._weights():
-            name = f"{module}.{expert}.{short}"
-            basis = self._basis(part, expert, name)
-            if basis is not None:
-                q, scale = round_with_feedback(weight, basis)
-                result[name] = (q.cpu(), scale.cpu())
-        return result
-
-    def rounded_to_mxfp4(self, module: str, rounder: Mxfp4Rounder) -> dict[str, Packed]:
-        """Blocks and scales of every expert; feedback where enough tokens were routed to it."""
-        result = {}
-        for part, short, expert, weight in self._weights():
-            name = f"{module}.{expert}.{short}"
-            basis = self._basis(part, expert, name)
-            if basis is None:
-                packed = rounder.round(weight, f"{module}.{part}", expert)
-            else:
-                kept = rounder.kept(weight, f"{module}.{part}", expert)
-                packed = round_to_mxfp4_with_feedback(weight, basis, kept)
-            result[name] = (packed[0].cpu(), packed[1].cpu())
-        return result
-
-    def _weights(self) -> Iterator[tuple[str, str, int, torch.Tensor]]:
         for part, short in PARTS:
             for expert in range(self.experts.num_experts):
-                yield part, short, expert, _matrix(self.experts, part, expert)
+                name = f"{module}.{expert}.{short}"
+                basis = self._basis(part, expert, name)
+                if basis is not None:
+                    weight = _matrix(self.experts, part, expert)
+                    q, scale = round_with_feedback(weight, basis)
+                    result[name] = (q.cpu(), scale.cpu())
+        return result
 
     def _basis(self, part: str, expert: int, name: str) -> InputBasis | None:
-        """Of an expert's inputs, whose moments are dropped; None if feedback would fit too few."""
+        """Of an expert's inputs, whose moments are dropped; None if they are too few."""
         moments = (self._moments or {}).pop((part, expert), None)
         if moments is None or moments.count < len(moments.total):
             return None
         return input_basis(moments.mean(name))
 
     def _see(self, experts: Any, arguments: tuple[Any, ...]) -> None:
-        hidden, indices = arguments[:2]
+        hidden, indices, weights = arguments
         for expert in indices.unique().tolist():
-            rows = hidden[(indices == expert).any(-1)]
-            self.tokens[expert] += rows.shape[0]
+            token, slot = torch.where(indices == expert)
+            self.tokens[expert] += len(token)
             if self._moments is not None:
-                x = self._as_served(rows)
-                self._add("gate_up_proj", expert, x)
-                gate_up = _linear(experts, "gate_up_proj", expert, x)
-                self._add("down_proj", expert, self._as_served(experts._apply_gate(gate_up)))
+                self._see_inputs(expert, hidden[token], weights[token, slot].unsqueeze(-1))
 
-    def _add(self, part: str, expert: int, x: torch.Tensor) -> None:
+    def _see_inputs(self, expert: int, rows: torch.Tensor, share: torch.Tensor) -> None:
+        """Sum the moments of an expert's inputs [T, K]; ``share`` [T, 1] is the router's."""
+        x = fake_quantize(rows)
+        self._add("gate_up_proj", expert, x)
+        gate_up = _linear(self.experts, "gate_up_proj", expert, x)
+        self._add("down_proj", expert, fake_quantize(self.experts._apply_gate(gate_up)))
+
+    def _add(
+        self, part: str, expert: int, x: torch.Tensor, other: torch.Tensor | None = None
+    ) -> None:
         assert self._moments is not None
         key = (part, expert)
         if key not in self._moments:
             self._moments[key] = InputMoments(x.shape[-1], x.device)
-        self._moments[key].see(x)
+        self._moments[key].see(x, other)
 
 
-def _as_they_are(x: torch.Tensor) -> torch.Tensor:
-    return x
+class Mxfp4ExpertWatch(ExpertWatch):
+    """The same for experts that are rounded to MXFP4, whose inputs stay in 16 bits.
+
+    A token's error counts as much as its output: with the square of the share that the router gives
+    the expert. Two passes over the data: the first is for gate_up_proj; in the second the inputs
+    of down_proj are those that the rounded gate_up_proj gives, and down_proj makes up for what
+    they lost.
+    """
+
+    def __init__(self, experts: Any, moments: bool, module: str, rounder: Mxfp4Rounder) -> None:
+        """Watch ``experts``, which the checkpoint calls ``module``; ``rounder`` rounds them."""
+        super().__init__(experts, moments)
+        self._module, self._rounder = module, rounder
+        self._rounded: dict[str, Packed] = {}
+
+    def second_pass(self) -> bool:
+        """Round gate_up_proj and watch for down_proj; False where nothing depends on inputs."""
+        self._round("gate_up_proj")
+        if self._moments is None:
+            return False
+        self._handle = self.experts.register_forward_pre_hook(self._see_again)
+        return True
+
+    def rounded(self, module: str) -> dict[str, Packed]:
+        """Blocks and scales of every expert, after the second pass."""
+        self._round("down_proj")
+        return self._rounded
+
+    def _round(self, part: str) -> None:
+        tensor, short = f"{self._module}.{part}", dict(PARTS)[part]
+        for expert in range(self.experts.num_experts):
+            name = f"{self._module}.{expert}.{short}"
+            weight = _matrix(self.experts, part, expert).contiguous()
+            basis = self._basis(part, expert, name)
+            lost = (self._moments or {}).pop((_LOST, expert), None)
+            if basis is None:
+                packed = self._rounder.round(weight, tensor, expert)
+            else:
+                kept = self._rounder.kept(weight, tensor, expert)
+                if lost is not None:
+                    weight = basis.compensate(weight, lost.mean(name))
+                packed = round_to_mxfp4_with_feedback(weight, basis, kept)
+            self._rounded[name] = (packed[0].cpu(), packed[1].cpu())
+
+    def _see_inputs(self, expert: int, rows: torch.Tensor, share: torch.Tensor) -> None:
+        self._add("gate_up_proj", expert, rows * share)
+
+    def _see_again(self, experts: Any, arguments: tuple[Any, ...]) -> None:
+        hidden, indices, weights = arguments
+        for expert in indices.unique().tolist():
+            token, slot = torch.where(indices == expert)
+            x, share = hidden[token], weights[token, slot].unsqueeze(-1)
+            exact = experts._apply_gate(_linear(experts, "gate_up_proj", expert, x))
+            packed = self._rounded[f"{self._module}.{expert}.w13"]
+            weight = unpack_mxfp4(*(part.to(x.device) for part in packed), x.dtype)
+            bias = experts.gate_up_proj_bias[expert]
+            gated = experts._apply_gate(nn.functional.linear(x, weight, bias)) * share
+            self._add("down_proj", expert, gated)
+            self._add(_LOST, expert, gated, exact * share - gated)
 
 
 def serve_in_mxfp4(experts: Any, module: str, rounded: Mapping[str, Packed]) -> None:

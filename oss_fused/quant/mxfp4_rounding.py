@@ -23,7 +23,7 @@ from oss_fused.quant.mxfp4 import (
     round_e2m1,
     unpack_mxfp4,
 )
-from oss_fused.quant.rounding import InputBasis, feedback, output_error
+from oss_fused.quant.rounding import InputBasis, feedback, output_error, refine
 from oss_fused.quant.skeleton import ModelSkeleton
 
 Packed = tuple[torch.Tensor, torch.Tensor]
@@ -79,7 +79,7 @@ def round_to_mxfp4(
 def round_to_mxfp4_with_feedback(
     weight: torch.Tensor, basis: InputBasis, kept: KeptBlocks | None = None
 ) -> Packed:
-    """Blocks and scales of ``weight`` that keep the outputs: GPTQ on the e2m1 grid.
+    """Blocks and scales of ``weight`` that keep the outputs: GPTQ on the e2m1 grid, refined.
 
     Exponents are those of least squared error, each input weighed by its power, and stay while the
     columns are rounded. No row is worse than without feedback for inputs with these moments.
@@ -111,8 +111,10 @@ def round_to_mxfp4_with_feedback(
             values = torch.where(fixed[0][block], fixed[1][at] * inverse[block], values)
         return values, values * scale[block]
 
-    rest = weight.t().index_select(0, basis.order)
-    values = feedback(rest, basis.factor, round_column, torch.float32)
+    columns = weight.t().index_select(0, basis.order)
+    values = feedback(columns.clone(), basis.factor, round_column, torch.float32)
+    rounded = values * scale.index_select(0, basis.order // MXFP4_BLOCK)
+    refine(values, rounded, columns, basis.damped, round_column)
     codes = e2m1_codes(values.index_select(0, basis.order.argsort())).t()
     blocks = join_nibbles(codes.unflatten(-1, (-1, MXFP4_BLOCK)))
     ours, theirs = (

@@ -8,7 +8,8 @@ output is taken back by the columns still to come. Inputs enter as ``H = sum of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ DAMPING = 0.001
 # share taken from what H holds off its diagonal: correlations of the calibration text that other
 # text may not have. Shrinking is relative to each input's power; damping is not.
 SHRINKAGE = 0.2
+# rounds of ``refine``
+SWEEPS = 3
 _BLOCK = 32
 # scales tried per row, within the binade below amax / max: an 8-bit float has the same relative
 # step everywhere, so only the phase of the grid against the row's values is left to choose
@@ -37,10 +40,11 @@ class InputMoments:
         self.total = torch.zeros(features, features, device=device)
         self.count = 0
 
-    def see(self, x: torch.Tensor) -> None:
-        """Add inputs [..., K]."""
+    def see(self, x: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Add inputs [..., K]; with ``other`` [..., K] the products of the two."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        self.total.addmm_(rows.t(), rows)
+        left = rows if other is None else other.reshape(rows.shape).float()
+        self.total.addmm_(left.t(), rows)
         self.count += rows.shape[0]
 
     def mean(self, what: str) -> torch.Tensor:
@@ -89,26 +93,45 @@ class InputBasis:
     Attributes:
         moments: [K, K], symmetric, finite: the mean of ``x x^T``.
         order: columns, most active input first.
-        factor: upper Cholesky factor of the inverse of the shrunk and damped moments in that order;
-            None where no input was ever active.
+        damped: the moments in that order, shrunk and damped.
+        factor: upper Cholesky factor of the inverse of ``damped``; None where no input was ever
+            active.
     """
 
     moments: torch.Tensor
     order: torch.Tensor
+    damped: torch.Tensor
     factor: torch.Tensor | None
+
+    def compensate(self, weight: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+        """The weight [N, K] whose outputs come nearest to what ``weight`` gives without losses.
+
+        Linear regression (GPTAQ, Li et al., 2025, arXiv:2504.02692): these inputs ``x`` have lost
+        ``d`` to the rounding of layers before, and the lost outputs are made up for where ``x``
+        tells of them.
+
+        Args:
+            weight: [N, K].
+            lost: mean of ``d x^T`` [K, K].
+        """
+        if self.factor is None:
+            return weight
+        share = (weight @ lost).index_select(1, self.order) @ self.factor.t() @ self.factor
+        return weight + share.index_select(1, self.order.argsort())
 
 
 def input_basis(moments: torch.Tensor) -> InputBasis:
     """The basis for inputs with second moments ``moments`` [K, K]."""
     diagonal = moments.diagonal()
     order = diagonal.argsort(descending=True, stable=True)
-    if not bool((diagonal > 0).any()):
-        return InputBasis(moments, order, None)
     damped = moments.index_select(0, order).index_select(1, order).double() * (1 - SHRINKAGE)
     power = diagonal.index_select(0, order).double()
     damped.diagonal().add_(SHRINKAGE * power + DAMPING * power.mean())
+    if not bool((diagonal > 0).any()):
+        return InputBasis(moments, order, damped.float(), None)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return InputBasis(moments, order, torch.linalg.cholesky(inverse, upper=True).float())
+    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    return InputBasis(moments, order, damped.float(), factor)
 
 
 def round_with_feedback(
@@ -174,28 +197,64 @@ def feedback(
     Returns:
         Codes [K, N] in the same order.
     """
-    # one thread: for thousands of small operations, synchronising threads costs more than they gain
+    columns, rows = rest.shape
+    codes = torch.empty(columns, rows, dtype=dtype, device=rest.device)
+    with _one_thread():
+        for start in range(0, columns, _BLOCK):
+            stop = min(start + _BLOCK, columns)
+            block, local = rest[start:stop], factor[start:stop, start:stop]
+            errors = torch.empty_like(block)
+            for j, pivot in enumerate(local.diagonal().tolist()):
+                codes[start + j], rounded = round_column(start + j, block[j])
+                errors[j] = (block[j] - rounded) / pivot
+                block[j + 1 :].addr_(local[j, j + 1 :], errors[j], alpha=-1)
+            # the errors of a block reach all later columns in one GEMM
+            rest[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+    return codes
+
+
+def refine(
+    codes: torch.Tensor,
+    rounded: torch.Tensor,
+    weight: torch.Tensor,
+    damped: torch.Tensor,
+    round_column: RoundColumn,
+) -> None:
+    """Round every column again, with the others as they are: coordinate descent on the error.
+
+    Feedback rounds a column before it knows what later ones will be. QuantEase (Behdin et al.,
+    2023, arXiv:2309.01885).
+
+    Args:
+        codes: [K, N] in an InputBasis' order, as ``feedback`` returns them; changed.
+        rounded: [K, N], the values they stand for; changed.
+        weight: [K, N] before rounding, in that order.
+        damped: of the InputBasis.
+        round_column: as for ``feedback``.
+    """
+    columns, pivots = len(weight), damped.diagonal().tolist()
+    rest = damped @ (weight - rounded)
+    with _one_thread():
+        for start in [*range(0, columns, _BLOCK)] * SWEEPS:
+            stop = min(start + _BLOCK, columns)
+            block, local = rest[start:stop], damped[start:stop, start:stop]
+            changes = torch.empty_like(block)
+            for j in range(stop - start):
+                at = start + j
+                codes[at], values = round_column(at, rounded[at] + block[j] / pivots[at])
+                changes[j] = values - rounded[at]
+                rounded[at] = values
+                block.addr_(local[j], changes[j], alpha=-1)
+            rest[:start].addmm_(damped[:start, start:stop], changes, alpha=-1)
+            rest[stop:].addmm_(damped[stop:, start:stop], changes, alpha=-1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For thousands of small operations synchronising threads costs more than they gain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _feedback(rest, factor, round_column, dtype)
+        yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _feedback(
-    rest: torch.Tensor, factor: torch.Tensor, round_column: RoundColumn, dtype: torch.dtype
-) -> torch.Tensor:
-    columns, rows = rest.shape
-    codes = torch.empty(columns, rows, dtype=dtype, device=rest.device)
-    for start in range(0, columns, _BLOCK):
-        stop = min(start + _BLOCK, columns)
-        block, local = rest[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        for j, pivot in enumerate(local.diagonal().tolist()):
-            codes[start + j], rounded = round_column(start + j, block[j])
-            errors[j] = (block[j] - rounded) / pivot
-            block[j + 1 :].addr_(local[j, j + 1 :], errors[j], alpha=-1)
-        # the errors of a block reach all later columns in one GEMM
-        rest[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
-    return codes

@@ -18,7 +18,12 @@ from torch import nn
 
 from oss_fused.errors import NumericalOverflowError
 from oss_fused.quant.checkpoint.writer import sync
-from oss_fused.quant.expert_stream import ExpertWatch, serve_in_fp8, serve_in_mxfp4
+from oss_fused.quant.expert_stream import (
+    ExpertWatch,
+    Mxfp4ExpertWatch,
+    serve_in_fp8,
+    serve_in_mxfp4,
+)
 from oss_fused.quant.export import LayerCalibration
 from oss_fused.quant.formats import dequantize, fake_quantize, quantize
 from oss_fused.quant.mxfp4_rounding import LEAST_ERROR, Mxfp4Rounder
@@ -200,7 +205,7 @@ class LayerStream:
             if name in moments:
                 moments[name].see(_as_served(x, chosen[name]))
 
-        experts = self._watch_experts(layer)
+        experts = self._watch_experts(layer, index)
         handles = watch_inputs({name: linears[name] for name in {*static, *moments}}, see)
         for i in range(len(self.hidden)):
             self.runner.forward(layer, index, self.hidden[i], cache)
@@ -213,19 +218,22 @@ class LayerStream:
         if experts is not None:
             experts.close()
             calibration.layer["expert_tokens"] = experts.tokens
-            module = str(self.skeleton.experts_of(index))
-            if self.plan.expert_rounding is None:
-                calibration.weights |= experts.rounded_to_fp8(module)
-            else:
-                calibration.weights |= experts.rounded_to_mxfp4(module, self.rounder)
+            if isinstance(experts, Mxfp4ExpertWatch) and experts.second_pass():
+                for hidden in self.hidden:
+                    self.runner.forward(layer, index, hidden)
+                experts.close()
+            calibration.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
         return calibration
 
-    def _watch_experts(self, layer: Any) -> ExpertWatch | None:
+    def _watch_experts(self, layer: Any, index: int) -> ExpertWatch | None:
         if not hasattr(layer.mlp, "experts"):
             return None
         # MXFP4 values are exact in FP8: nothing is left to make up for
-        rounds = self.feedback and self.plan.source_experts == "bf16" != self.plan.experts
-        return ExpertWatch(layer.mlp.experts, self.plan.experts if rounds else None)
+        rounds = self.plan.experts == "fp8" and self.plan.source_experts == "bf16"
+        if self.plan.expert_rounding is None:
+            return ExpertWatch(layer.mlp.experts, self.feedback and rounds)
+        module = str(self.skeleton.experts_of(index))
+        return Mxfp4ExpertWatch(layer.mlp.experts, self.feedback, module, self.rounder)
 
     def _quantise(
         self, linears: dict[str, nn.Linear], calibration: LayerCalibration

@@ -32,13 +32,22 @@ def evaluation_texts() -> dict[str, str]:
     Raises:
         DatasetError: a package is not installed; names it.
     """
-    opticks = _package("tvm_ffi", "apache-tvm-ffi") / "3rdparty/libbacktrace"
-    prose = (opticks / "Isaac.Newton-Opticks.txt").read_text()
     return {
-        "prose": prose[prose.index("THE FIRST BOOK") :],
+        "prose": opticks(),
         "code": "\n\n".join(_module(name) for name in _CODE),
         "dialogue": _play(_PLAY),
     }
+
+
+def opticks() -> str:
+    """Newton's Opticks, without the editors' words before it.
+
+    Raises:
+        DatasetError: the package that ships it is not installed.
+    """
+    folder = _package("tvm_ffi", "apache-tvm-ffi") / "3rdparty/libbacktrace"
+    prose = (folder / "Isaac.Newton-Opticks.txt").read_text()
+    return prose[prose.index("THE FIRST BOOK") :]
 
 
 def calibration_samples() -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from harness.finetune import load_state
 from harness.folder import atomic_folder
 from harness.model_factory import Shape, config_of
 from harness.tokenizer import save_tokenizer
@@ -48,6 +49,8 @@ class Training:
         balance: weight of the loss that keeps every expert in use.
         seed: of weights and batches.
         save_every: steps between saved states.
+        start: folder of a checkpoint to train further, bf16 or MXFP4; None starts from noise.
+        texts: files to learn from, of which the last tenth is held out; none takes ``corpus``.
     """
 
     steps: int = 4000
@@ -57,6 +60,8 @@ class Training:
     balance: float = 0.02
     seed: int = 0
     save_every: int = 500
+    start: str | None = None
+    texts: tuple[str, ...] = ()
 
     def rate(self, step: int, seconds: float) -> float:
         """Learning rate of a step."""
@@ -89,6 +94,24 @@ def corpus() -> tuple[bytes, bytes]:
     if len(train) < 2**20 or len(held_out) < 2**14:
         raise DatasetError(f"standard library in {library}: its sources are not there")
     return bytes(train), held_out
+
+
+def read_texts(paths: tuple[str, ...]) -> tuple[bytes, bytes]:
+    """Files one after the other: nine tenths for training, and the rest.
+
+    Raises:
+        DatasetError: one cannot be read, or together they are too short.
+    """
+    try:
+        text = b"\n".join(Path(path).read_bytes() for path in paths)
+    except OSError as error:
+        raise DatasetError(f"--text {error.filename}: cannot be read: {error.strerror}") from None
+    cut = len(text) * 9 // 10
+    if len(text) - cut <= TRAINED_CONTEXT:
+        raise DatasetError(
+            f"--text: {len(text)} bytes in all; expected more than {10 * TRAINED_CONTEXT}"
+        )
+    return text[:cut], text[cut:]
 
 
 def token_table(tokenizer: Any) -> torch.Tensor:
@@ -167,6 +190,8 @@ class Trainer:
         """Make model, optimizer and data."""
         self.settings, self.device = settings, device
         self.model = build(settings.seed).to(device).train()
+        if settings.start is not None:
+            self.model.load_state_dict(load_state(Path(settings.start)))
         decayed = [p for n, p in self.model.named_parameters() if n.endswith(("weight", "proj"))]
         known = {id(p) for p in decayed}
         others = [p for p in self.model.parameters() if id(p) not in known]
@@ -178,8 +203,9 @@ class Trainer:
             groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         table = token_table(tokenizer)
+        texts = read_texts(settings.texts) if settings.texts else corpus()
         train, held_out = (
-            table[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()] for text in corpus()
+            table[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()] for text in texts
         )
         self.train, self.held_out = train.to(device), held_out.to(device)
         self.generator = torch.Generator().manual_seed(settings.seed)

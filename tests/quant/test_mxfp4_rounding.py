@@ -17,6 +17,7 @@ from oss_fused.errors import (
     ShapeMismatchError,
 )
 from oss_fused.quant import mxfp4
+from oss_fused.quant.expert_stream import Mxfp4ExpertWatch
 from oss_fused.quant.formats import E2M1_VALUES, E8M0_BIAS
 from oss_fused.quant.mxfp4 import least_error_exponents, pack_mxfp4, round_e2m1, unpack_mxfp4
 from oss_fused.quant.mxfp4_rounding import (
@@ -27,7 +28,7 @@ from oss_fused.quant.mxfp4_rounding import (
 )
 from oss_fused.quant.record import load_record
 from oss_fused.quant.rounding import input_basis, output_error
-from tests.quant.conftest import pack_experts
+from tests.quant.conftest import CONFIGS, pack_experts
 from tests.quant.runs import Models, calibrate, tensors
 from tests.quant.test_rounding import inputs, moments_of
 
@@ -319,3 +320,33 @@ def test_experts_that_saw_few_tokens_are_named_and_rounded_without_feedback(
     weight = exact[name].transpose(1, 2)
     expected = pack_mxfp4(weight, least_error_exponents(weight))
     assert torch.equal(after[f"{name}_blocks"], expected[0])
+
+
+def test_tokens_count_with_the_square_of_the_routers_share() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    torch.manual_seed(0)
+    experts = GptOssExperts(CONFIGS["gpt-oss"]()).requires_grad_(False)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    watch = Mxfp4ExpertWatch(experts, True, "experts", Mxfp4Rounder())
+    hidden, indices = torch.randn(400, 64), torch.tensor([[0, 1]]).expand(400, 2)
+    shares = torch.rand(400, 1)
+    experts(hidden, indices, torch.cat((shares, 1 - shares), 1))
+    watch.close()
+    rows = hidden * shares
+    assert watch.tokens == [400, 400, 0, 0] and watch._moments is not None
+    moments = watch._moments["gate_up_proj", 0]
+    torch.testing.assert_close(moments.total, rows.t() @ rows, rtol=1e-4, atol=1e-3)
+    assert watch.second_pass()
+    experts(hidden, indices, torch.cat((shares, 1 - shares), 1))
+    # what down_proj reads is what the rounded gate_up_proj gives, and what is lost leads back
+    packed = watch._rounded["experts.0.w13"]
+    bias = experts.gate_up_proj_bias[0]
+    gated = experts._apply_gate(hidden @ dense(packed).t() + bias) * shares
+    exact = experts._apply_gate(hidden @ experts.gate_up_proj[0] + bias) * shares
+    seen, lost = (watch._moments[key, 0].total for key in ("down_proj", "lost"))
+    torch.testing.assert_close(seen, gated.t() @ gated, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(lost, (exact - gated).t() @ gated, rtol=1e-3, atol=1e-4)
+    names = {f"experts.{expert}.{short}" for expert in range(4) for short in ("w13", "w2")}
+    assert set(watch.rounded("experts")) == names

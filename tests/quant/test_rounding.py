@@ -127,3 +127,38 @@ def test_what_feedback_pushes_out_of_range_saturates(fmt) -> None:
     columns = rounding._fp8_columns(torch.ones(2, 1), fmt)
     codes = rounding.feedback(rest, torch.eye(2), columns, fmt.dtype)
     assert codes.float().tolist() == [[fmt.max, -fmt.max], [3.0, fmt.max]]
+
+
+def test_refining_lowers_the_error_that_feedback_leaves() -> None:
+    torch.manual_seed(4)
+    weight, x = torch.randn(24, 64), torch.randn(600, 64) @ torch.randn(64, 64)
+    basis, scale = input_basis(moments_of(x)), weight.abs().amax(-1, keepdim=True) / 3
+
+    def to_thirds(_: int, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = (column / scale.squeeze(-1)).round().clamp(-3, 3)
+        return code, code * scale.squeeze(-1)
+
+    columns = weight.t()[basis.order].contiguous()
+    assert basis.factor is not None
+    codes = rounding.feedback(columns.clone(), basis.factor, to_thirds, torch.float32)
+    rounded = codes * scale.squeeze(-1)
+    before = output_error(columns.t(), rounded.t(), basis.damped)
+    rounding.refine(codes, rounded, columns, basis.damped, to_thirds)
+    after = output_error(columns.t(), rounded.t(), basis.damped)
+    assert torch.equal(rounded, codes * scale.squeeze(-1))
+    assert (after <= before * 1.0001).all() and after.sum() < 0.97 * before.sum()
+
+
+def test_a_weight_makes_up_for_what_its_inputs_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "SHRINKAGE", 0.0)
+    monkeypatch.setattr(rounding, "DAMPING", 1e-6)
+    torch.manual_seed(2)
+    exact, weight = inputs(16, 4000), torch.randn(5, 16)
+    x = exact * 0.9 + 0.1 * exact.roll(1, 1)
+    lost = InputMoments(16, x.device)
+    lost.see(x, exact - x)
+    ours = input_basis(moments_of(x)).compensate(weight, lost.mean("layer"))
+    expected = torch.linalg.lstsq(x.double(), (exact @ weight.t()).double()).solution.t()
+    torch.testing.assert_close(ours, expected.float(), rtol=1e-2, atol=1e-2)
+    silent = input_basis(torch.zeros(16, 16))
+    assert torch.equal(silent.compensate(weight, torch.eye(16)), weight)
