@@ -15,7 +15,7 @@ import torch
 
 from oss_fused.bench.charts import roofline
 from oss_fused.bench.problems import AttentionInput, ConvolutionInput
-from oss_fused.bench.roofline import Ceilings, analyse, measure_ceilings
+from oss_fused.bench.roofline import REMEDIES, Ceilings, analyse, measure_ceilings
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 # %% [markdown]
@@ -26,29 +26,29 @@ from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 
 # %%
-def intensities(bandwidth_gbps: float = 4000.0, peak_tflops: float = 800.0) -> list[dict]:
-    """Intensity of problems of this tutorial, and the roof at a bandwidth and a peak."""
-    corner = peak_tflops * 1e3 / bandwidth_gbps
+# an example of roofs, not a device
+EXAMPLE = Ceilings("example", 4000.0, {"bfloat16": 800.0, "float8_e4m3fn": 1600.0})
+
+
+def intensities(ceilings: Ceilings = EXAMPLE) -> list[dict]:
+    """Intensity of problems of this tutorial, and the roof of each."""
+    bf16, fp8 = "bfloat16", "float8_e4m3fn"
     problems = {
-        "RMSNorm + RoPE 8192 x 4096": RMSNormRoPEInput(1, 8192, 4096),
-        "gated MLP, 64 rows": GatedMLPInput(1, 64, 4096, 11264),
-        "gated MLP, 8192 rows": GatedMLPInput(1, 8192, 4096, 11264),
-        "FP8 product, 1 row": FP8GEMMInput(1, 4096, 4096),
-        "FP8 product, 4096 rows": FP8GEMMInput(4096, 4096, 4096),
-        "attention, N 4096": AttentionInput(1, 32, 4096, 64),
-        "3x3 convolution, 256 channels": ConvolutionInput(32, 256, 256, 14),
+        "RMSNorm + RoPE 8192 x 4096": (RMSNormRoPEInput(1, 8192, 4096), bf16),
+        "gated MLP, 64 rows": (GatedMLPInput(1, 64, 4096, 11264), bf16),
+        "gated MLP, 8192 rows": (GatedMLPInput(1, 8192, 4096, 11264), bf16),
+        "FP8 product, 1 row": (FP8GEMMInput(1, 4096, 4096), fp8),
+        "FP8 product, 4096 rows": (FP8GEMMInput(4096, 4096, 4096), fp8),
+        "attention, N 4096": (AttentionInput(1, 32, 4096, 64), bf16),
+        "3x3 convolution, 256 channels": (ConvolutionInput(32, 256, 256, 14), bf16),
     }
-    return [
-        {
-            "problem": name,
-            "FLOPs per byte": problem.flops / problem.num_bytes,
-            "roof, TFLOP/s": min(
-                peak_tflops, bandwidth_gbps * 1e-3 * problem.flops / problem.num_bytes
-            ),
-            "limit": "memory" if problem.flops / problem.num_bytes < corner else "arithmetic",
-        }
-        for name, problem in problems.items()
-    ]
+    rows = []
+    for name, (problem, dtype) in problems.items():
+        intensity = problem.flops / problem.num_bytes
+        peak, slope = ceilings.tflops[dtype], intensity * ceilings.bandwidth_gbps * 1e-3
+        row = {"problem": name, "FLOPs per byte": intensity, "roof, TFLOP/s": min(peak, slope)}
+        rows.append(row | {"limit": "memory" if slope < peak else "arithmetic"})
+    return rows
 
 
 def h200_ceilings() -> Ceilings | None:
@@ -62,8 +62,7 @@ if __name__ == "__main__":
     if ceilings is None:
         book.show(book.table(intensities(), "Roofs: an example, not a device."))
     else:
-        rows = intensities(ceilings.bandwidth_gbps, ceilings.tflops["bfloat16"])
-        book.show(book.table(rows, "Roofs in bfloat16.", book.source("library-suite.json")))
+        book.show(book.table(intensities(ceilings), book.source("library-suite.json")))
 
 # %% [markdown]
 # One row times a weight matrix: every weight is read for two FLOPs. That is decode, and why FP8
@@ -116,10 +115,22 @@ def h200_points() -> list[dict]:
                 "TFLOP/s": point.tflops,
                 "of its roof": book.percent(point.share_of_roof),
                 "limit": point.bottleneck.value,
-                "first remedy": point.remedies[0].partition(";")[0],
             }
         )
     return found
+
+
+def remedies() -> list[dict]:
+    """What to do about each limit, and what shows whether it worked."""
+    return [
+        {
+            "limit": kind.value,
+            "remedy": found.partition("; verify")[0],
+            "verify": found.partition("; verify ")[2],
+        }
+        for kind, both in REMEDIES.items()
+        for found in both
+    ]
 
 
 def h200_chart() -> bytes | None:
@@ -133,6 +144,7 @@ def h200_chart() -> bytes | None:
 
 if __name__ == "__main__":
     book.show(book.table(h200_points(), book.source("library-suite.json")))
+    book.show(book.table(remedies()))
     if chart := h200_chart():
         book.show_plot("roofline", chart)
 

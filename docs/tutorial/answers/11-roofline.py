@@ -5,7 +5,7 @@
 # %%
 import book
 
-from oss_fused.bench.roofline import Ceilings, analyse
+from oss_fused.bench.roofline import analyse
 
 roofs = book.chapter("11-roofline")
 
@@ -24,7 +24,7 @@ def exercise_1(size: int = 4096, wanted: float = 200.0) -> int:
 # %%
 def exercise_2() -> str:
     """300 MB in 100 us are 3000 GB/s; 10 GFLOP in 100 us are 100 TFLOP/s."""
-    ceilings = roofs.h200_ceilings() or Ceilings("example", 4270.0, {"bfloat16": 784.0})
+    ceilings = roofs.h200_ceilings() or roofs.EXAMPLE
     point = analyse("kernel", 0.1, int(10e9), int(300e6), "bfloat16", ceilings)
     assert point.bottleneck.value == "memory bandwidth"
     return f"{point.share_of_roof:.0%} of {point.bottleneck.value}"
