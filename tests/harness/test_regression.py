@@ -219,7 +219,7 @@ def test_a_ratio_is_of_the_least_disturbed_times(monkeypatch):
 def test_the_committed_bars_catch_less_than_a_tenfold_slowdown():
     committed = Thresholds(ROOT / "docs" / "results" / "cpu" / "thresholds.json")
     timed = [bar for bar in committed.rows.values() if "ratio" in bar]
-    assert len(timed) == 3 and all(bar["allowed"] <= 2.5 for bar in timed)
+    assert len(timed) == 3 and all(bar["allowed"] <= 5 for bar in timed)
     assert sum("error" in bar for bar in committed.rows.values()) == 3
 
 
