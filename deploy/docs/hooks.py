@@ -122,6 +122,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if found := _FENCE.match(line):
             fence = "" if fence and line.startswith(fence) else fence or found[1]
         if not fence:
+            # GitHub reads Markdown inside, MkDocs where it is told
+            line = line.replace("<details>", '<details markdown="1">')
             line = _LINK.sub(lambda link: rewritten(link, here, files), line)
         lines.append(line)
     return "\n".join(lines)

@@ -59,6 +59,7 @@ PAGES = Files("index.md", "gemm.md", "tutorial/06-matmul.md", "results/h200/a.js
         ("gemm.md", "[f](results/h200/a.json)", "[f](results/h200/a.json)"),
         ("gemm.md", "[code](../oss_fused/errors.py)", "code"),
         ("gemm.md", "[folder](results)", "folder"),
+        ("gemm.md", "<details><summary>", '<details markdown="1"><summary>'),
         (
             "gemm.md",
             "[far](https://a.example/b) [near](#c)",
