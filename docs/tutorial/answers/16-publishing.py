@@ -21,7 +21,7 @@ def exercise_1() -> list[str]:
     for file in set(sources.values()):
         path = book.RESULTS / file
         data = json.loads(path.read_text()) if path.suffix == ".json" else {}
-        commits[file] = data.get("environment", {}).get("commit")
+        commits[file] = (data.get("environment") or {}).get("commit")
     found = [name for name, file in sources.items() if commits[file] not in (wanted, None)]
     assert not any(name.startswith("library.matmul") for name in found)
     return found
