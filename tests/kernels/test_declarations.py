@@ -182,6 +182,29 @@ def test_an_extra_check_gets_the_arguments_that_it_names():
     assert seen == [(1, 4)]
 
 
+def test_what_passed_is_not_checked_again_and_forgotten_in_time(monkeypatch):
+    seen = []
+    contract = contract_of(product, RULES, lambda count: seen.append(count))
+    a, b = torch.zeros(2, 3), torch.zeros(4, 3)
+    for count in (1, 2, 1, 2, True, [1, 2]):
+        args = (a.clone(), b.clone(), None, "x", count)
+        if isinstance(count, list):
+            with pytest.raises(TypeError):
+                contract.check(args)
+        else:
+            contract.check(args)
+    assert seen == [1, 2, True]
+    # each property that a rule sees: what failed fails again
+    for wrong in (a.half(), a[:, :2], torch.zeros(3, 2).t(), a.to("meta")):
+        for _ in range(2):
+            with pytest.raises(OssFusedError):
+                contract.check((wrong, b))
+    monkeypatch.setattr("oss_fused.kernels.contract._MOST_PASSED", 8)
+    for rows in range(1, 50):
+        contract.check((torch.zeros(rows, 3), b))
+        assert len(contract._passed) <= 8
+
+
 def test_codes_may_be_unpacked_on_a_cpu_only():
     rule = Operand("N K", FP8, cpu=(torch.float32,))
     rule.check("b", torch.zeros(2, 3), {"device": torch.device("cpu")}, {})
