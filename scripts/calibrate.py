@@ -369,8 +369,8 @@ def report(summary: Summary) -> None:
             f"are rounded without feedback{_some(list(summary.few))}; more --num-samples help"
         )
     if summary.base_blocks is not None:
-        share = summary.base_blocks / summary.blocks
-        lines.append(f"{share:.1%} of the MXFP4 blocks are those of --base, bit for bit")
+        kept = summary.base_blocks / summary.blocks
+        lines.append(f"{kept:.1%} of the MXFP4 blocks are those of --base, bit for bit")
     lines.append(f"next: vllm serve {summary.output}")
     page = summary.output / FOLDER / "report.html"
     if page.is_file():

@@ -128,11 +128,11 @@ def convert_experts(
         else:
             pairs = []
             for expert in range(count):
-                found = rounded.get(f"{module}.{expert}.{short}")
-                if found is None:
+                packed = rounded.get(f"{module}.{expert}.{short}")
+                if packed is None:
                     weight = read_expert(reader, module, long, expert, device)
-                    found = rounder.round(weight, prefix, expert)
-                pairs.append([part.cpu() for part in found])
+                    packed = rounder.round(weight, prefix, expert)
+                pairs.append([part.cpu() for part in packed])
             yield f"{prefix}_blocks", torch.stack([blocks for blocks, _ in pairs])
             yield f"{prefix}_scales", torch.stack([scales for _, scales in pairs])
         yield f"{prefix}_bias", bias
