@@ -30,6 +30,7 @@ from harness.model_report import Analysed, groups
 
 from oss_fused.analysis.graph import ComputationGraphAnalyzer
 from oss_fused.bench.roofline import Ceilings
+from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
 
@@ -123,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         for part in findings.parts
     }
-    write_json(args.output / "model_graph.json", {"model": args.model, **graph})
+    document = {"kind": "oss_fused.model_graph", "environment": fingerprint(), "model": args.model}
+    write_json(args.output / "model_graph.json", {**document, **graph})
     print(make_report(f"Analysis of {args.model}", findings, analyzer, draw=False).text())
     print(f"written to {args.output / name}.md", file=sys.stderr)
     return 0

@@ -147,7 +147,7 @@ def examples(page):
 
 BLOCKS = [
     pytest.param(page, start, code, id=f"{page.name}:{start}")
-    for page in (DOCS / f"{n}.md" for n in ("operators", "tuning", "measuring"))
+    for page in (DOCS / f"{n}.md" for n in ("operators", "tuning", "measuring", "analysis"))
     for start, code in examples(page)
 ]
 

@@ -183,7 +183,15 @@ def _shares(by_phase: dict[str, list[Group]]) -> bytes:
 
 
 def _intensities(by_phase: dict[str, list[Group]]) -> bytes:
-    names = list(dict.fromkeys(g.name for made in by_phase.values() for g in made if g.flops))
+    totals = {name: sum(g.seconds for g in made) for name, made in by_phase.items()}
+    names = list(
+        dict.fromkeys(
+            g.name
+            for phase, made in by_phase.items()
+            for g in made
+            if g.flops and g.seconds >= _SMALL_SHARE / 2 * totals[phase]
+        )
+    )
     series: dict[str, list[float | None]] = {}
     for phase, made in by_phase.items():
         found = {g.name: g.flops / g.memory for g in made if g.flops and g.memory}

@@ -226,3 +226,28 @@ def tuning() -> Passages:
         ("{:.1f} % for `gated_mlp`", [100 * gains[1]]),
         ("{:.1f} % for `rmsnorm_rope`", [100 * gains[2]]),
     ]
+
+
+def analysis() -> Passages:
+    sent = load("cpu/communication_bytes.json")["figures"]["analysis.comm_bytes_error_max"]
+    layouts, graph = load("cpu/layout_order.json"), load("h200/model_graph_gpt_oss_20b.json")
+    assert layouts["figures"]["analysis.layout_order_agreement"] == 1.0
+    found: Passages = [
+        ("differ by at most {:.2f} % from the formula", [100 * sent]),
+        ("all {} orders that differed in time were predicted", [len(layouts["pairs"])]),
+    ]
+    for row in layouts["rows"]:
+        if (row["family"] == "copy" and "stride" in row["pattern"]) or "random" in row["pattern"]:
+            values = [row["predicted"]["traffic"], row["ns_per_access"]]
+            found.append((f"{row['pattern']} {row['predicted']['pattern_type']} ", []))
+            found.append(("% {:.2f} {:.2f}", values))
+    total = sum(group["seconds"] for group in graph["decode"]["groups"])
+    for group in graph["decode"]["groups"][:3]:
+        values = [group["flops"] / 1e9, group["memory"] / 1e6, group["flops"] / group["memory"]]
+        values += [1e3 * group["seconds"], 100 * group["seconds"] / total]
+        line = f"{group['name']} {group['nodes']} {{:.2f}} {{:.1f}} {{:.1f}} {{:.3f}} {{:.1f}}%"
+        found.append((line, values))
+    for one in graph["decode"]["kernels"][:3]:
+        times = [1e3 * one["seconds_before"], 1e3 * one["seconds_saved"], one["bytes_saved"] / 1e6]
+        found.append((f"{one['kernel']} {len(one['nodes'])} {{:.3f}} {{:.3f}} {{:.1f}}", times))
+    return found

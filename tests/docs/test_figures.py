@@ -28,6 +28,7 @@ STATED = {
     "docs/kernels.md": other_pages.kernel_page,
     "docs/operators.md": other_pages.operators,
     "docs/tuning.md": other_pages.tuning,
+    "docs/analysis.md": other_pages.analysis,
 }
 
 
