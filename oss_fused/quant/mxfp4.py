@@ -89,7 +89,7 @@ def pack_mxfp4(
         _check_finite(values)
         exponents = exponents.reshape(groups.shape[:-1])
     codes = [
-        e2m1_codes(round_e2m1(torch.ldexp(x.float(), -exponent.unsqueeze(-1))))
+        e2m1_codes(round_e2m1(x.float() * _power_of_two(-exponent)))
         for x, exponent in zip(_chunks(groups), _chunks(exponents, MXFP4_BLOCK))
     ]
     shape = (*values.shape[:-1], groups.shape[-2])
@@ -138,7 +138,7 @@ def least_error_exponents(values: torch.Tensor, power: torch.Tensor | None = Non
 def _least_error(groups: torch.Tensor, power: torch.Tensor | None) -> torch.Tensor:
     """The same for [R, G, 32] with power [G, 32]."""
     exponents = amax_exponents(groups)
-    magnitudes = torch.ldexp(groups.float().abs(), -exponents.unsqueeze(-1))
+    magnitudes = groups.float().abs() * _power_of_two(-exponents)
     best = torch.zeros_like(exponents)
     least = torch.full(exponents.shape, float("inf"), device=groups.device)
     for shift in _SHIFTS if power is None else _WEIGHTED_SHIFTS:
@@ -165,12 +165,19 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     magnitude = values.abs()
     # the codes of 0 to 2, of 2 to 4 and of 4 to 6 lie on three lines
     code = torch.minimum(magnitude * 2, torch.minimum(magnitude + 2, magnitude / 2 + 4))
-    return code.to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
+    sign = (values.view(torch.int32) >> 28) & 8
+    return code.to(torch.uint8) | sign.to(torch.uint8)
 
 
 def join_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Bytes [..., 16] of codes [..., 32]."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Factors [..., 1] for blocks."""
+    ones = torch.ones_like(exponents, dtype=torch.float32)
+    return torch.ldexp(ones, exponents).unsqueeze(-1)
 
 
 def _check_finite(values: torch.Tensor) -> None:
