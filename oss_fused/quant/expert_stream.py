@@ -144,8 +144,8 @@ class Mxfp4ExpertWatch(ExpertWatch):
             token, slot = torch.where(indices == expert)
             x, share = hidden[token], weights[token, slot].unsqueeze(-1)
             exact = experts._apply_gate(_linear(experts, "gate_up_proj", expert, x))
-            packed = self._rounded[f"{self._module}.{expert}.w13"]
-            weight = unpack_mxfp4(*(part.to(x.device) for part in packed), x.dtype)
+            blocks, scales = self._rounded[f"{self._module}.{expert}.w13"]
+            weight = unpack_mxfp4(blocks.to(x.device), scales.to(x.device), x.dtype)
             bias = experts.gate_up_proj_bias[expert]
             gated = experts._apply_gate(nn.functional.linear(x, weight, bias)) * share
             self._add("down_proj", expert, gated)
