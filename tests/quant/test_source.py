@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oss_fused.errors import CheckpointError
+from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.checkpoint.adapter import LoraAdapter
 from oss_fused.quant.checkpoint.source import SourceReader
+from oss_fused.quant.recipe import make_recipe
 from tests.quant.runs import Models, calibrate, config_of, tensors
 
 State = dict[str, torch.Tensor]
@@ -295,8 +298,6 @@ def test_an_adapter_on_mxfp4_experts_makes_mxfp4_again(models: Models, tmp_path:
     adapter = write_adapter(
         tmp_path / "lora", lora(f"{EXPERTS}.gate_up_projs.2", *factors(192, 64, 4))
     )
-    from oss_fused.quant.calibrator import Run, RunOptions
-    from oss_fused.quant.recipe import make_recipe
 
     Run(make_recipe({}), RunOptions(source, tmp_path / "out", adapter=adapter)).execute()
     before, after = tensors(source), tensors(tmp_path / "out")
@@ -320,8 +321,6 @@ def test_merged_while_calibrating_as_merged_before(
     whole = rewrite(
         models("gpt-oss"), tmp_path / "merged", lambda s: {n: merged.read(n) for n in s}
     )
-    from oss_fused.quant.calibrator import Run, RunOptions
-    from oss_fused.quant.recipe import make_recipe
 
     recipe = make_recipe({"dataset": str(text_file), "num_samples": 2, "max_seq_length": 16})
     Run(recipe, RunOptions(models("gpt-oss"), tmp_path / "a", adapter=adapter)).execute()
@@ -365,7 +364,6 @@ def test_what_cannot_be_merged_is_refused_by_name(
 
 def test_factors_that_could_lie_two_ways_are_refused(tmp_path: Path) -> None:
     """gpt-oss has inputs and outputs of one size in down_proj: only gate_up_proj tells."""
-    from oss_fused.quant.checkpoint.adapter import LoraAdapter
 
     shapes = {f"{EXPERTS}.gate_up_proj": (4, 64, 128), f"{EXPERTS}.down_proj": (4, 64, 64)}
     down = lora(EXPERTS, *factors(64, 64, 16))
