@@ -38,6 +38,7 @@ from oss_fused.quant.run_options import RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGIN = ROOT / "tests/data/tiny_gpt_oss"
+MODELS = ("trained", "tuned")
 EXPERTS_ONLY = {"ignore": ("Linear",)}
 DATA = {"rounding": "feedback", "self_check": "off"}
 # arm -> settings of its recipe; those with data get the dataset
@@ -55,11 +56,10 @@ BASE_ARMS = {"mse_base": ARMS["mse"]}
 def main() -> int:
     """Run the steps that are not done yet, write JSON, show the figures."""
     args = parse_args()
-    environment, start = fingerprint(), time.monotonic()
+    environment = fingerprint()
     try:
         finetune.write_texts(args.work)
-        models = make_models(args)
-        figures = {name: measured(args, name, folder) for name, folder in models.items()}
+        figures = {name: measured(args, name, make_model(args, name)) for name in args.models}
     except OssFusedError as error:
         print(f"measure_finetune: {error}", file=sys.stderr)
         return 1
@@ -69,11 +69,10 @@ def main() -> int:
         "environment": environment,
         "engine": "transformers in float32, weights dequantised, inputs of FP8 linears rounded",
         "settings": {name: getattr(args, name) for name in names},
-        "seconds": round(time.monotonic() - start),
         "models": figures,
     }
     write_json(args.output, portable(results))
-    if args.summary:
+    if args.summary and len(figures) == len(MODELS):
         summary.merge_summary(args.summary, headline(figures), args.output)
     print(show(figures), file=sys.stderr)
     return 0
@@ -87,7 +86,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--work", type=Path, required=True, help="folder for texts and checkpoints")
     add("--output", type=Path, default=ROOT / "docs/results/cpu/finetune_mxfp4.json")
-    add("--summary", type=Path, help="summary.json to add finetune.tiny.* to")
+    add("--summary", type=Path, help="summary.json to add finetune.tiny.* to, with both models")
+    add("--models", nargs="+", choices=MODELS, default=MODELS, help="default: both")
     add("--steps", type=int, default=40, help="of fine-tuning (default: 40)")
     add("--batch", type=int, default=4, help="windows of 512 bytes a step (default: 4)")
     add("--learning-rate", type=float, default=5e-4, help="default: 0.0005")
@@ -96,8 +96,10 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_models(args: argparse.Namespace) -> dict[str, Path]:
-    """The two bf16 models, and beside them the MXFP4 one that was fine-tuned."""
+def make_model(args: argparse.Namespace, name: str) -> Path:
+    """A bf16 model; beside the tuned one there is the MXFP4 one that it comes from."""
+    if name == "trained":
+        return ORIGIN
     base, tuned = args.work / "original", args.work / "tuned"
     if not base.is_dir():
         finetune.pack_experts(ORIGIN, base)
@@ -111,7 +113,7 @@ def make_models(args: argparse.Namespace) -> dict[str, Path]:
             texts=(str(args.work / "tuning.txt"),),
         )
         train_tiny(tuned, settings, torch.device("cpu"), say_step)
-    return {"trained": ORIGIN, "tuned": tuned}
+    return tuned
 
 
 def say_step(step: int, loss: float, seconds: float) -> None:

@@ -112,6 +112,7 @@ def calibration() -> Passages:
     gains = [100 * (1 - own / other) for own, other in zip(feedback, nearest, strict=True)]
     return [
         *found,
+        *finetuned(),
         (
             "{:.3f} on English prose, {:.3f} on dialogue, {:.3f} on source code",
             [prose, dialogue, code],
@@ -152,6 +153,32 @@ def calibration() -> Passages:
     ]
 
 
+def finetuned() -> Passages:
+    """Rounding to MXFP4: a row per arm."""
+    found: Passages = []
+    told = load("cpu/finetune_mxfp4.json")["models"]["trained"]["texts"]
+    arms = [told[text]["arms"] for text in ("prose", "licence", "python")]
+    for arm, label in _ROUNDINGS.items():
+        values = [x for text in arms for x in _kl_and_factor(text[arm])]
+        found.append((f"| {label} | {' | '.join(['{:.4f} ({:.4f})'] * 3)} |", values))
+    worst = [
+        max(_kl_and_factor(text[arm])[0] / _kl_and_factor(text["nearest"])[0] for text in arms)
+        for arm in ("mse", "feedback")
+    ]
+    found.append(("alone leaves {:.2f} of the divergence of `nearest`, and feedback {:.2f}", worst))
+    return found
+
+
+def _kl_and_factor(figures: dict[str, float]) -> tuple[float, float]:
+    return figures["kl_divergence"], figures["perplexity_factor"]
+
+
+_ROUNDINGS = {
+    "nearest": "`nearest`",
+    "mse": "`mse`",
+    "feedback": "`feedback`",
+    "everything": "`feedback`, FP8 attention and head",
+}
 _MIXES = {"(`W8A16`)": "w8a16", "nothing spared": "w8a8", "W8A16 and bf16": "policy"}
 
 
