@@ -105,6 +105,7 @@ def calibration() -> Passages:
     prose, dialogue, code = texts("smollm2_quality", "oss_fp8")
     time, small = load("cpu/smollm2_calibration_time.json"), load("cpu/smollm2_calibration.json")
     large = load("h200/calibration_20b.json")
+    finetune = load("cpu/finetune_memory.json")
     tiny = load("cpu/tiny_gpt_oss_quality.json")
     wraps, statistics, english = texts("tiny_gpt_oss_quality", "tiny-fp8-2")
     feedback = texts("tiny_gpt_oss_quality", "tiny-fp8-2", "kl_divergence")
@@ -129,6 +130,11 @@ def calibration() -> Passages:
             "takes {:.2f} GiB of host memory, or {:.2f} GiB",
             [large["peak_anonymous_gib"], large["peak_resident_gib"]],
         ),
+        (
+            "20b's shape took {:.2f} GiB of host memory",
+            [finetune["peak_anonymous_gib"]],
+        ),
+        ("One layer in float32 is {:.2f} GiB", [finetune["largest_layer_float32_gib"]]),
         (
             "{:.4f} on held-out modules (`statistics.py`; `textwrap.py` {:.4f})",
             [statistics, wraps],
