@@ -124,9 +124,11 @@ def install(venv: Path, flavour: str, lock: Path) -> None:
     hint = TORCH_REMEDY if flavour == "cpu" else "check the network and the free disk (12 GB)"
     with tempfile.TemporaryDirectory() as scratch:
         count, shares = divide(lock, Path(scratch))
-        # Python compiles a module when it is first imported: most modules never are
         commands = [[*pip, "--no-compile", "-r", str(share)] for share in shares]
         steps.append(Step(f"install {count} locked packages ({flavour})", commands, hint))
+        # pip would do it on one core; what does not compile is no fault, some files are for others
+        compiler = "import compileall as c, sys; c.compile_dir(sys.argv[1], quiet=2, workers=0)"
+        steps.append(Step("byte-compile them", [[str(python), "-c", compiler, str(venv / "lib")]]))
         if flavour == "cpu":
             # built from a copy: setuptools leaves build folders beside the source
             alias = Path(shutil.copytree(ROOT / "deploy/cpu/vllm", Path(scratch) / "vllm"))

@@ -86,8 +86,7 @@ def served(tmp_path_factory, image):
     environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"SERVER_FILE": str(folder / "server.json"), "PYTHONPATH": str(ROOT)}
     environment |= {"SECRETS_DIR": str(folder / "secrets"), "GRACE_PERIOD": "60"}
-    # with several API servers vLLM serves another registry of metrics
-    flags = ["--max-model-len", "512", "--api-server-count", "2"]
+    flags = ["--max-model-len", "512"]
     flags += ["--skip-tokenizer-init", "--enforce-eager"]
     flags.append("--additional-config.oss_fused.monitor_every=1")
     command = [sys.executable, str(image / "entrypoint.py")]

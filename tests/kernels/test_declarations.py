@@ -194,6 +194,7 @@ def test_what_passed_is_not_checked_again_and_forgotten_in_time(monkeypatch):
         else:
             contract.check(args)
     assert seen == [1, 2, True]
+    contract.check((a, b, None, "x", 1, {"an option": "of a kernel"}))
     # each property that a rule sees: what failed fails again
     for wrong in (a.half(), a[:, :2], torch.zeros(3, 2).t(), a.to("meta")):
         for _ in range(2):

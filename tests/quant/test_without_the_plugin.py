@@ -21,37 +21,36 @@ pytestmark = pytest.mark.serve
 
 _SCORE = """
 import json, sys, vllm
-for folder in sys.argv[1:]:
-    llm = vllm.LLM(folder, max_model_len=64, enforce_eager=True, max_num_seqs=8)
-    prompts = [{"prompt_token_ids": list(range(5 * i, 5 * i + 20))} for i in range(1, 9)]
-    params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate(prompts, params)
-    scores = [
-        [step[token].logprob for token, step in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])]
-        for o in outputs
-    ]
-    with open(f"{folder}/scores.json", "w") as file:
-        json.dump(scores, file)
+llm = vllm.LLM(sys.argv[1], max_model_len=64, enforce_eager=True, max_num_seqs=8)
+prompts = [{"prompt_token_ids": list(range(5 * i, 5 * i + 20))} for i in range(1, 9)]
+params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+outputs = llm.generate(prompts, params)
+scores = [
+    [step[token].logprob for token, step in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])]
+    for o in outputs
+]
+with open(f"{sys.argv[1]}/scores.json", "w") as file:
+    json.dump(scores, file)
 """
 
 
-def score(folders: list[Path], plugins: str) -> list[torch.Tensor]:
-    """Log-probabilities [8, 19] of the tokens of fixed prompts, by each folder's model."""
+def score(folder: Path, plugins: str) -> torch.Tensor:
+    """Log-probabilities [8, 19] of the tokens of fixed prompts."""
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1"}
     # vLLM compiles parts of its sampler even with enforce_eager, which takes most of the time
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-c", _SCORE, *map(str, folders)]
+    command = [sys.executable, "-c", _SCORE, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.tensor(json.loads((folder / "scores.json").read_text())) for folder in folders]
+    return torch.tensor(json.loads((folder / "scores.json").read_text()))
 
 
 def test_vllm_alone_reads_the_same_model(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("llama", "tiny"))
     for form in ("compressed-tensors", "oss-fp8"):
         Run(make_recipe({"format": form}), RunOptions(tmp_path / "m", tmp_path / form)).execute()
-    bf16, alone = score([tmp_path / "m", tmp_path / "compressed-tensors"], "")
-    (plugin,) = score([tmp_path / "oss-fp8"], "oss_fused")
+    bf16, alone = score(tmp_path / "m", ""), score(tmp_path / "compressed-tensors", "")
+    plugin = score(tmp_path / "oss-fp8", "oss_fused")
     quantisation = (alone - bf16).abs().mean()
     # how a processor's kernels round activations and order sums differs; what they compute is as
     # near to each other as either is to bf16, which a wrong scale or weight would not leave so
