@@ -127,7 +127,8 @@ def install(venv: Path, flavour: str, lock: Path) -> None:
         commands = [[*pip, "--no-compile", "-r", str(share)] for share in shares]
         steps.append(Step(f"install {count} locked packages ({flavour})", commands, hint))
         # pip would do it on one core; what does not compile is no fault, some files are for others
-        compiler = "import compileall as c, sys; c.compile_dir(sys.argv[1], quiet=2, workers=0)"
+        compiler = "import compileall as c, re, sys\nrx = re.compile('/tests?/')\n"
+        compiler += "c.compile_dir(sys.argv[1], quiet=2, workers=0, rx=rx)"
         steps.append(Step("byte-compile them", [[str(python), "-c", compiler, str(venv / "lib")]]))
         if flavour == "cpu":
             # built from a copy: setuptools leaves build folders beside the source
