@@ -33,7 +33,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "oss_fused"
 LONG = 60
 # what users run; the other scripts measure
-SCRIPTS = ("calibrate.py", "demo.py", "doctor.py", "evaluate.py", "preflight.py", "tune.py")
+SCRIPTS = (
+    "analyze_model.py",
+    "calibrate.py",
+    "count_hardware.py",
+    "demo.py",
+    "doctor.py",
+    "evaluate.py",
+    "preflight.py",
+    "tune.py",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
