@@ -72,6 +72,14 @@ def test_no_exponent_has_a_smaller_error_than_the_one_chosen(spread: int) -> Non
     assert tried[6].sum() < 0.97 * nearest.sum() and (tried[6] < nearest).any()
 
 
+def test_one_value_saturates_where_the_others_gain_more() -> None:
+    values = torch.full((1, 32), 0.75)
+    values[0, 0] = 4.0
+    # 0.75 lies between 0.5 and 1 of the grid that holds 4, and on the finer one, which ends at 3
+    assert pack_mxfp4(values)[1].item() == E8M0_BIAS
+    assert least_error_exponents(values).tolist() == [[-1]]
+
+
 def test_power_weighs_the_error() -> None:
     values, power = heavy_tailed(64, 64), torch.logspace(-3, 3, 64)[torch.randperm(64)]
     chosen = least_error_exponents(values, power)

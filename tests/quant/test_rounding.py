@@ -149,6 +149,24 @@ def test_refining_lowers_the_error_that_feedback_leaves() -> None:
     assert (after <= before * 1.0001).all() and after.sum() < 0.97 * before.sum()
 
 
+def test_refining_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    weight, x = torch.randn(24, 64), torch.randn(600, 64) @ torch.randn(64, 64)
+    basis = input_basis(moments_of(x))
+
+    def to_whole(_: int, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return column.round(), column.round()
+
+    columns = weight.t()[basis.order].contiguous()
+    found = []
+    for size in (64, 16):
+        monkeypatch.setattr(rounding, "_BLOCK", size)
+        codes, rounded = columns.round(), columns.round()
+        rounding.refine(codes, rounded, columns, basis.damped, to_whole)
+        found.append(output_error(columns.t(), rounded.t(), basis.damped))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=0)
+
+
 def test_a_weight_makes_up_for_what_its_inputs_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "SHRINKAGE", 0.0)
     monkeypatch.setattr(rounding, "DAMPING", 1e-6)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 from harness import tiny_gpt_oss
+from harness.finetune import pack_experts
 from harness.tiny_gpt_oss import (
     HELD_OUT,
     SHAPE,
@@ -23,13 +23,12 @@ from harness.tiny_gpt_oss import (
     token_table,
     train_tiny,
 )
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.experts import PARTS, convert_experts
-from oss_fused.quant.mxfp4 import pack_mxfp4, unpack_mxfp4
+from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
 
@@ -45,18 +44,7 @@ def tokenizer():
 def packed(tmp_path_factory) -> Path:
     """The model with MXFP4 experts, as OpenAI ships them."""
     folder = tmp_path_factory.mktemp("mxfp4") / "model"
-    shutil.copytree(MODEL, folder)
-    state = {}
-    for name, tensor in load_file(MODEL / "model.safetensors").items():
-        if ".experts." in name and not name.endswith("_bias"):
-            blocks, scales = pack_mxfp4(tensor.transpose(1, 2).contiguous())
-            state[f"{name}_blocks"], state[f"{name}_scales"] = blocks, scales
-        else:
-            state[name] = tensor
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((MODEL / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+    pack_experts(MODEL, folder)
     return folder
 
 
