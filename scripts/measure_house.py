@@ -3,9 +3,10 @@
 """Measure how large the package is: lines, files, long functions, lines that no user reaches.
 
 A module counts as reached when a chain of imports leads to it from `import oss_fused`, from the
-vLLM plugin or from a script that users run. A string that names a module counts as an import of it:
-backends and lazy names are given so. Code that only measures, plots or tests is then unreached,
-where no such script asks for it. Exit codes: 0 done, 2 bad input.
+vLLM plugin, from a script that users run, or from a module that README, docs or deploy name. A
+string that names a module counts as an import of it: backends and lazy names are given so. Code
+that only measures, plots or tests is then unreached, where no such script asks for it.
+Exit codes: 0 done, 2 bad input.
 
     python scripts/measure_house.py --output docs/results/house.json \\
         --summary docs/results/h200/summary.json
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -111,6 +113,9 @@ def _reached(tree: Path, modules: dict[str, Path]) -> set[str]:
     for script in (*SCRIPTS, *(p.name for p in (tree / "scripts").glob("quantize*.py"))):
         if (path := tree / "scripts" / script).is_file():
             roots += _imports(path, "", modules)
+    harness = {f"harness.{path.stem}": path for path in (tree / "scripts/harness").glob("*.py")}
+    modules = modules | harness
+    roots += _named_in_texts(tree, modules)
     reached: set[str] = set()
     while roots:
         name = roots.pop()
@@ -119,6 +124,15 @@ def _reached(tree: Path, modules: dict[str, Path]) -> set[str]:
             parent = name.rpartition(".")[0]
             roots += [parent, *_imports(modules[name], name, modules)]
     return reached
+
+
+def _named_in_texts(tree: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """Modules that users read of, alone or with a name in them."""
+    deploy = (path for path in (tree / "deploy").rglob("*") if path.is_file())
+    for path in (tree / "README.md", *(tree / "docs").glob("*.md"), *deploy):
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        for name in re.findall(rf"\b{PACKAGE}(?:\.\w+)+", text):
+            yield from ({name, name.rpartition(".")[0]} & modules.keys())
 
 
 def _imports(path: Path, module: str, modules: dict[str, Path]) -> Iterator[str]:

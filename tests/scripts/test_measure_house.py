@@ -21,7 +21,11 @@ def tree(tmp_path: Path) -> Path:
         "oss_fused/plugin/hooks.py": "",
         "oss_fused/of_a_script.py": "",
         "oss_fused/unreached.py": "def long():\n" + "    pass\n" * 60,
-        "scripts/calibrate.py": "import oss_fused.of_a_script\n",
+        "oss_fused/of_a_report.py": "",
+        "oss_fused/of_a_page.py": "",
+        "scripts/calibrate.py": "import oss_fused.of_a_script\nfrom harness import report\n",
+        "scripts/harness/report.py": "import oss_fused.of_a_report\n",
+        "docs/page.md": "Import `oss_fused.of_a_page.Name`.\n",
         "scripts/bench_x.py": "import oss_fused.unreached\n",
     }
     for name, text in files.items():
@@ -35,7 +39,7 @@ def test_figures(tree: Path) -> None:
     assert figures["unreached"] == ["oss_fused.unreached"]
     assert figures["package_lines_unreached_by_users"] == 61
     assert figures["functions_over_60"] == ["oss_fused.unreached.long"]
-    assert figures["package_files"] == 8
+    assert figures["package_files"] == 10
 
 
 def test_files(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +47,7 @@ def test_files(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     summary = tmp_path / "summary.json"
     options = ["--tree", str(tree), "--output", str(output), "--summary", str(summary)]
     assert measure_house.main(options) == 0
-    assert json.loads(output.read_text())["house"]["package_files"] == 8
+    assert json.loads(output.read_text())["house"]["package_files"] == 10
     assert json.loads(summary.read_text())["house.functions_over_60_lines"] == 1
     assert measure_house.main(["--tree", str(tmp_path / "nowhere")]) == 2
     assert "--tree=" in capsys.readouterr().err
