@@ -3,15 +3,18 @@
 r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microseconds per layer.
 
 Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
-over caches beyond L2. --sweep also times every launch worth trying, to find the rule in
-kernels/attention/triton.py.
+over caches beyond L2. --queries is the number of tokens per sequence: 1, or 1 and the drafts that
+a step verifies. --sweep also times every launch worth trying, to find the rule in
+kernels/attention/launches.py.
 
     python scripts/bench_attention.py --output docs/results/h200/attention.json
+    python scripts/bench_attention.py --queries 4 8 --output docs/results/h200/attention_drafts.json
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--queries", type=int, nargs="+", default=[1], help="tokens per sequence")
     parser.add_argument("--shapes", nargs="+", help="names to measure (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other launches as well")
     args = parser.parse_args()
@@ -52,10 +56,11 @@ def main() -> int:
     rows = []
     for shape in (shape for shape in SHAPES if shape.name in (args.shapes or [shape.name])):
         for context in args.contexts:
-            for batch in args.batches:
+            for batch, queries in itertools.product(args.batches, args.queries):
                 # beyond its window a layer sees nothing
                 if batch * context <= MAX_POSITIONS and context <= (8 * shape.window or context):
-                    rows.append(measure(Case(shape, batch, context, pool), bandwidth, args.sweep))
+                    case = Case(shape, batch, context, pool, queries)
+                    rows.append(measure(case, bandwidth, args.sweep))
                     print(line(rows[-1]), flush=True)
     results = {"kind": "oss_fused.attention", "environment": fingerprint(), "rows": rows}
     write_json(args.output, results | {"bandwidth": bandwidth})
@@ -73,6 +78,7 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
         "shape": case.shape.name,
         "batch": case.batch,
         "context": case.context,
+        "queries": case.queries,
         "ideal_us": case.ideal_bytes / bandwidth * 1e6,
         "launch": case.launch()._asdict(),
         "native_us": time_case(case.native()),
@@ -101,7 +107,7 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """One row as text."""
     flash = row.get("flash_us")
-    text = f"{row['shape']:<18} b{row['batch']:<4} ctx {row['context']:<6}"
+    text = f"{row['shape']:<18} b{row['batch']:<4} ctx {row['context']:<6} q{row['queries']}"
     text += f" ideal {row['ideal_us']:7.1f}  native {row['native_us']:7.1f}"
     if flash:
         text += f"  FA3 {flash:7.1f}  ratio {flash / row['native_us']:5.2f}"

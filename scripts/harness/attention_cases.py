@@ -13,7 +13,8 @@ import torch
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.bench.timing import copies_for, time_graph
-from oss_fused.kernels.attention.triton import Launch, launch_for
+from oss_fused.kernels.attention.launches import Launch, launch_for, tokens_per_program
+from oss_fused.kernels.integers import cdiv
 
 FP8 = torch.float8_e4m3fn
 PAGE = 16
@@ -53,14 +54,20 @@ SHAPES = (
 class Case:
     """Inputs of one shape, batch and context: several layers' caches, so that none stays in L2."""
 
-    def __init__(self, shape: Shape, batch: int, context: int, pool: torch.Tensor) -> None:
-        """``pool``: random bytes that all caches are views of; see ``make_pool``."""
-        self.shape, self.batch, self.context = shape, batch, context
+    def __init__(
+        self, shape: Shape, batch: int, context: int, pool: torch.Tensor, queries: int = 1
+    ) -> None:
+        """``pool``: random bytes that all caches are views of; see ``make_pool``.
+
+        ``queries`` of each sequence are the last of its ``context`` positions.
+        """
+        self.shape, self.batch, self.context, self.queries = shape, batch, context, queries
         device, dim = pool.device, shape.head_dim
         pages = -(-context // PAGE)
         page_bytes = PAGE * shape.position_bytes
         layer_bytes = batch * pages * page_bytes
-        seen = min(context, shape.window or context) * batch * shape.position_bytes
+        seen = min(context, shape.window + queries - 1 if shape.window else context)
+        seen *= batch * shape.position_bytes
         self.ideal_bytes = seen
         self.layers = max(1, min(copies_for(seen), pool.numel() // layer_bytes))
         cache_dtype = FP8 if shape.fp8 else torch.bfloat16
@@ -71,21 +78,25 @@ class Case:
             self.caches.append(cache.transpose(1, 2).split(dim, dim=-1))
         self.table = torch.randperm(batch * pages, device=device).int().view(batch, pages)
         self.lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-        query = torch.randn(batch, shape.heads, dim, device=device)
+        rows = batch * queries
+        query = torch.randn(rows, shape.heads, dim, device=device)
         self.query = query.to(FP8 if shape.fp8 else torch.bfloat16)
-        self.out = torch.empty(batch, shape.heads, dim, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(rows, shape.heads, dim, dtype=torch.bfloat16, device=device)
         self.sinks = torch.randn(shape.heads, device=device).bfloat16() if shape.sinks else None
         self.one = torch.ones(1, device=device)
-        self.arrivals = torch.zeros(batch * shape.kv_heads, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(rows * shape.kv_heads, dtype=torch.int32, device=device)
+        self.starts = torch.arange(0, rows + 1, queries, dtype=torch.int32, device=device)
 
     def native(self) -> list[Callable[[], Any]]:
         """This package's kernel, one call per layer."""
         scales = [self.one if self.shape.fp8 else None] * 3
+        several = (self.starts, self.queries) if self.queries > 1 else ()
 
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
             torch.ops.oss_fused.decode_attention(
                 *(self.query, keys, values, self.table, self.lens, self.out, self.arrivals),
                 *(self.shape.head_dim**-0.5, self.shape.window, self.sinks, *scales, True),
+                *several,
             )
 
         return [functools.partial(call, *cache) for cache in self.caches]
@@ -97,19 +108,18 @@ class Case:
             ImportError: vLLM for CUDA is not installed.
         """
         module = importlib.import_module("vllm.vllm_flash_attn")
-        shape, device = self.shape, self.query.device
-        starts = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
+        shape = self.shape
         window = [shape.window - 1, 0] if shape.window else [-1, -1]
         schedule = module.get_scheduler_metadata(
             batch_size=self.batch,
-            max_seqlen_q=1,
+            max_seqlen_q=self.queries,
             max_seqlen_k=self.context,
             num_heads_q=shape.heads,
             num_heads_kv=shape.kv_heads,
             headdim=shape.head_dim,
             cache_seqlens=self.lens,
             qkv_dtype=self.query.dtype,
-            cu_seqlens_q=starts,
+            cu_seqlens_q=self.starts,
             page_size=PAGE,
             causal=True,
             window_size=tuple(window),
@@ -123,8 +133,8 @@ class Case:
                 k=keys,
                 v=values,
                 out=self.out,
-                cu_seqlens_q=starts,
-                max_seqlen_q=1,
+                cu_seqlens_q=self.starts,
+                max_seqlen_q=self.queries,
                 seqused_k=self.lens,
                 max_seqlen_k=self.context,
                 softmax_scale=shape.head_dim**-0.5,
@@ -146,8 +156,14 @@ class Case:
         """Launch that the rule chooses for this case."""
         shape = self.shape
         positions = self.table.shape[1] * PAGE
+        tokens = tokens_per_program(self.queries, shape.heads // shape.kv_heads)
         return launch_for(
-            self.batch, shape.kv_heads, shape.head_dim, shape.fp8, shape.window, positions
+            self.batch * cdiv(self.queries, tokens),
+            shape.kv_heads,
+            shape.head_dim,
+            shape.fp8,
+            shape.window,
+            positions,
         )
 
 

@@ -16,9 +16,10 @@ from oss_fused.kernels.op import get_kernel
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
 
 
+@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda shape: shape.name)
-def test_a_case_runs_on_every_layer(shape, device):
-    case = Case(shape, 1, 40, make_pool(device, 1 << 18))
+def test_a_case_runs_on_every_layer(shape, queries, device):
+    case = Case(shape, 1, 40, make_pool(device, 1 << 18), queries)
     assert len(case.caches) == case.layers > 1
     assert case.ideal_bytes == 40 * shape.position_bytes
     outputs = []
@@ -30,6 +31,7 @@ def test_a_case_runs_on_every_layer(shape, device):
         get_kernel("torch", "decode_attention")(
             *(case.query, keys, values, case.table, case.lens, expected, case.arrivals),
             *(shape.head_dim**-0.5, shape.window, case.sinks, *scales),
+            *(False, case.starts, queries),
         )
         torch.testing.assert_close(outputs[-1], expected, atol=1e-2, rtol=2e-2)
     assert not torch.equal(*outputs)

@@ -9,6 +9,7 @@ import torch
 import oss_fused.kernels  # noqa: F401
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.attention import triton as attention_decode
+from oss_fused.kernels.attention.launches import Launch, launch_for, tokens_per_program
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -36,11 +37,12 @@ def make(device, lens, q_heads=8, heads=2, dim=64, page=16, dtype=torch.bfloat16
     return [query, keys, values, table.to(device), seq_lens, out, arrivals]
 
 
-def both(args, scale=0.125, window=0, sinks=None, q=None, k=None, v=None):
+def both(args, scale=0.125, window=0, sinks=None, q=None, k=None, v=None, several=()):
     results = []
     for backend in ("torch", "triton"):
         call = [*args[:5], torch.full_like(args[5], float("nan")), args[6]]
-        get_kernel(backend, "decode_attention")(*call, scale, window, sinks, q, k, v)
+        attend = get_kernel(backend, "decode_attention")
+        attend(*call, scale, window, sinks, q, k, v, False, *several)
         results.append(call[5])
     assert not args[6].any(), "arrivals are left at zero"
     return results
@@ -65,9 +67,97 @@ def test_equals_reference(device, lens, window, sinks):
 
 
 def test_splits_have_a_least_size(device, monkeypatch):
-    few = attention_decode.Launch(splits=4, block_n=64, warps=4, min_tiles=2)
+    few = Launch(splits=4, block_n=64, warps=4, min_tiles=2)
     monkeypatch.setattr(attention_decode, "launch_for", lambda *_: few)
     expected, actual = both(make(device, [300, 100, 520, 64]))
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def with_queries(device, lens, counts, **shape):
+    """Arguments of sequences of ``lens`` positions, the last ``counts`` of which are queries."""
+    args = make(device, lens, **shape)
+    rows, (_, q_heads, dim) = sum(counts), args[0].shape
+    args[0] = torch.randn(rows, q_heads, dim).to(device, args[0].dtype)
+    args[5] = torch.empty_like(args[0])
+    most = max(counts)
+    heads = args[1].shape[2]
+    args[6] = torch.zeros(len(lens) * most * heads, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    return args, (starts, most)
+
+
+@pytest.mark.parametrize(
+    ("lens", "counts", "window", "sinks"),
+    [
+        # one more than fits a tile of positions, and a page that is not full
+        ([129, 300], [4, 4], 0, True),
+        # windows of neighbouring queries begin and end in different tiles
+        ([200, 131, 128], [8, 8, 8], 48, True),
+        ([135, 136], [8, 8], 128, False),
+        # any number of queries per sequence, none included
+        ([70, 33, 12, 260], [1, 3, 0, 5], 16, True),
+        # prompts shorter than the largest number of queries
+        ([2, 5, 1], [2, 5, 1], 0, False),
+    ],
+    ids=str,
+)
+def test_several_queries_equal_reference(device, lens, counts, window, sinks):
+    args, several = with_queries(device, lens, counts)
+    sink = torch.linspace(-1, 2, 8, device=device).bfloat16() if sinks else None
+    expected, actual = both(args, window=window, sinks=sink, several=several)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_a_query_sees_what_it_sees_alone(device):
+    args, several = with_queries(device, [150], [4])
+    expected, _ = both(args, window=32, several=several)
+    for query in range(4):
+        alone = [args[0][query : query + 1], *args[1:4], args[4] - 3 + query]
+        _, actual = both([*alone, args[5][:1], args[6]], window=32)
+        torch.testing.assert_close(actual[0], expected[query], **TOLERANCE)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_queries_before_the_first_position_give_zero(device, sinks):
+    args, several = with_queries(device, [3, 0, 40], [4, 4, 4])
+    sink = torch.zeros(8, device=device) if sinks else None
+    for result in both(args, sinks=sink, several=several):
+        assert result.isfinite().all()
+        empty = [not result[row].any() for row in range(12)]
+        assert empty == [True] + 3 * [False] + 4 * [True] + 4 * [False]
+
+
+def test_rows_of_no_sequence_stay(device):
+    args, (starts, most) = with_queries(device, [40, 0], [3, 2])
+    # vLLM pads a CUDA graph's batch with sequences without a query
+    starts[-1] = 3
+    for result in both(args, several=(starts, most)):
+        assert result[:3].isfinite().all() and result[3:].isnan().all()
+
+
+@pytest.mark.parametrize(("q_heads", "heads", "dim"), [(32, 1, 32), (12, 1, 80), (128, 1, 16)])
+def test_large_groups_take_several_programs(device, q_heads, heads, dim):
+    group = q_heads // heads
+    assert tokens_per_program(8, group) * group <= 128 and tokens_per_program(8, group) < 8
+    args, several = with_queries(device, [70, 9], [8, 3], q_heads=q_heads, heads=heads, dim=dim)
+    expected, actual = both(args, window=20, several=several)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_splits_may_hold_no_position_that_a_query_sees(device, monkeypatch):
+    # the second split begins behind the first query
+    two = Launch(splits=4, block_n=64, warps=4, min_tiles=1)
+    monkeypatch.setattr(attention_decode, "launch_for", lambda *_: two)
+    args, several = with_queries(device, [66, 200], [4, 4])
+    expected, actual = both(args, several=several)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+def test_several_queries_in_fp8(device):
+    args, several = with_queries(device, [100, 33], [3, 3], cache=FP8)
+    args[0] = args[0].to(FP8)
+    q, k, v = (torch.tensor([s], device=device) for s in (0.5, 1.5, 0.25))
+    expected, actual = both(args, window=40, q=q, k=k, v=v, several=several)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
@@ -75,11 +165,11 @@ def test_splits_have_a_least_size(device, monkeypatch):
 @pytest.mark.parametrize(("heads", "dim"), [(8, 64), (8, 128), (1, 80), (32, 128)])
 def test_launches_fill_the_gpu_and_no_more(heads, dim, fp8):
     for rows in (1, 3, 8, 16, 64, 128, 1000):
-        short = attention_decode.launch_for(rows, heads, dim, fp8, 0, 64)
+        short = launch_for(rows, heads, dim, fp8, 0, 64)
         assert short.splits == 1
-        long = attention_decode.launch_for(rows, heads, dim, fp8, 0, 131072)
+        long = launch_for(rows, heads, dim, fp8, 0, 131072)
         assert long.splits == 1 or rows * heads * long.splits <= 32768
-        assert attention_decode.launch_for(rows, heads, dim, fp8, 128, 131072).splits <= 2
+        assert launch_for(rows, heads, dim, fp8, 128, 131072).splits <= 2
 
 
 @pytest.mark.parametrize(
@@ -153,6 +243,13 @@ def test_bad_input_names_the_argument(device):
         call(*args[:6], args[6][:1], *tail)
     with pytest.raises(UnsupportedDtypeError, match="seq_lens"):
         call(*args[:4], args[4].long(), *args[5:], *tail)
+    with pytest.raises(ShapeMismatchError, match="max_query_len=2: expected 1 without"):
+        call(*args, *tail, max_query_len=2)
+    starts = args[4].new_tensor([0, 2])
+    with pytest.raises(ShapeMismatchError, match="max_query_len=0: expected at least 1"):
+        call(*args, *tail, query_starts=starts, max_query_len=0)
+    with pytest.raises(ShapeMismatchError, match=r"arrivals.numel\(\)=7: expected at least 8"):
+        call(*args, *tail, query_starts=starts, max_query_len=4)
     with pytest.raises(ShapeMismatchError, match="key_cache"):
         call(args[0][:, :7], *args[1:5], args[5][:, :7], args[6], *tail)
 

@@ -29,7 +29,8 @@ _TABLE = "made before the step, where the caller vouches for it"
 _ROUTED = "gate_up waited for the routing before it let this kernel start"
 # (kernel, function that loads, pointer or descriptor) -> why it may come before the wait
 ALLOWED = {
-    ("attention.triton._decode_attention_kernel", "_decode_attention_kernel", "seq_lens"): _TABLE,
+    ("attention.triton._decode_attention_kernel", "_tokens", "seq_lens"): _TABLE,
+    ("attention.triton._decode_attention_kernel", "_tokens", "query_starts"): _TABLE,
     ("attention.triton._decode_attention_kernel", "_pointers", "table"): _TABLE,
     ("gemm.gemv._gemv_kernel", "_load_weights", "rows_b"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
@@ -60,7 +61,9 @@ ALLOWED = {
     ): _WEIGHT,
 }
 # programs that end without a wait; another program of the same launch waits
-RETURNS = {"attention.triton._decode_attention_kernel": "the first split of a row always waits"}
+RETURNS = {
+    "attention.triton._decode_attention_kernel": "a query's first split waits; a step has a query"
+}
 _MODULES = ("tl", "gl", "tma")
 _ACCESSES = (
     *("load", "store", "gather", "scatter", "copy_box", "store_box", "async_load", "async_store"),

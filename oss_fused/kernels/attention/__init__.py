@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""``decode_attention``: attention of single-token queries over a paged KV cache.
+"""``decode_attention``: attention of few query tokens per sequence over a paged KV cache.
 
 Args of the operator:
-    query: [T, Hq, D], one token of each of T sequences; bf16, fp16 or e4m3 (with q_scale).
+    query: [T, Hq, D], the last tokens of S sequences, those of a sequence in order; bf16, fp16 or
+        e4m3 (with q_scale).
     key_cache, value_cache: [pages, page_size, Hkv, D], any strides, unit stride along D; the
         dtype of query, or e4m3 with k_scale and v_scale. Hq is a multiple of Hkv.
-    block_table: [T, max_pages] int32; page of each run of page_size positions.
-    seq_lens: [T] int32, the position of the query included; 0 marks a padding row (result 0).
-    out: [T, Hq, D] bf16 or fp16, written.
-    arrivals: int32, at least T * Hkv zeros, used as scratch and left at zero. Launches that
-        overlap in time need buffers of their own.
+    block_table: [S, max_pages] int32; page of each run of page_size positions.
+    seq_lens: [S] int32, the positions of the queries included. A query before the first position,
+        as all of a sequence of length 0 are, is padding: result 0.
+    out: [T, Hq, D] bf16 or fp16; rows of no sequence are not written.
+    arrivals: int32, at least S * max_query_len * Hkv zeros, used as scratch and left at zero.
+        Launches that overlap in time need buffers of their own.
     softmax_scale: factor of the logits.
     window: positions that a query sees, itself included; 0 for all.
     sinks: [Hq], a logit of each head that takes weight and adds no value.
     q_scale, k_scale, v_scale: float32 dequantisation multipliers of one element.
-    prefetch_table: the caller vouches that no kernel still running writes block_table or seq_lens
-        (kernels/gemm): they are then read before the kernels ahead have finished.
+    prefetch_table: the caller vouches that no kernel still running writes block_table, seq_lens
+        or query_starts (kernels/gemm): they are read before the kernels ahead have finished.
+    query_starts: [S + 1] int32, first row of each sequence, then the number of rows; None where
+        each of T sequences has one row. A query sees the positions up to its own.
+    max_query_len: most rows that a sequence has.
 
 Formula: online softmax, https://arxiv.org/abs/2205.14135; sinks, https://arxiv.org/abs/2309.17453.
 """
@@ -38,6 +43,8 @@ def _check(
     seq_lens: torch.Tensor,
     out: torch.Tensor,
     arrivals: torch.Tensor,
+    query_starts: torch.Tensor | None,
+    max_query_len: int,
 ) -> None:
     rows, q_heads, _ = query.shape
     kv_heads = key_cache.shape[2]
@@ -45,14 +52,19 @@ def _check(
         raise ShapeMismatchError(
             f"key_cache.shape={tuple(key_cache.shape)}: expected Hkv a divisor of {q_heads}"
         )
+    if max_query_len < 1 or (query_starts is None and max_query_len > 1):
+        expected = "1 without query_starts" if query_starts is None else "at least 1"
+        raise ShapeMismatchError(f"max_query_len={max_query_len}: expected {expected}")
+    sequences = rows if query_starts is None else query_starts.shape[0] - 1
     for name, index in (("block_table", block_table), ("seq_lens", seq_lens)):
-        if index.shape[0] < rows:
+        if index.shape[0] < sequences:
             raise ShapeMismatchError(
-                f"{name}.shape={tuple(index.shape)}: expected at least {rows} rows"
+                f"{name}.shape={tuple(index.shape)}: expected at least {sequences} rows"
             )
-    if arrivals.numel() < rows * kv_heads or not arrivals.is_contiguous():
+    counters = sequences * max_query_len * kv_heads
+    if arrivals.numel() < counters or not arrivals.is_contiguous():
         raise ShapeMismatchError(
-            f"arrivals.numel()={arrivals.numel()}: expected at least {rows * kv_heads}, contiguous"
+            f"arrivals.numel()={arrivals.numel()}: expected at least {counters}, contiguous"
         )
 
 
@@ -66,6 +78,7 @@ declare(
         "block_table": Operand("sequences max_pages", torch.int32, contiguous=True),
         "seq_lens": Operand("lengths", torch.int32),
         "arrivals": Operand("...", torch.int32),
+        "query_starts": Operand("starts", torch.int32, contiguous=True),
         "sinks": Operand("Hq", *FLOAT_DTYPES),
         "q_scale": Scale(),
         "k_scale": Scale(),
@@ -94,5 +107,7 @@ declare(
         "q_scale": None,
         "k_scale": None,
         "v_scale": None,
+        "query_starts": None,
+        "max_query_len": 1,
     },
 )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Attention of single-token queries over a paged KV cache, sequence by sequence in float32."""
+"""Attention of few query tokens per sequence over a paged KV cache, row by row in float32."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
@@ -21,24 +23,32 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     prefetch_table: bool = False,
+    query_starts: torch.Tensor | None = None,
+    max_query_len: int = 1,
 ) -> None:
     """Softmax attention into ``out``; see kernels/attention for the contract."""
     group = query.shape[1] // key_cache.shape[2]
     page_size = key_cache.shape[1]
     scale = softmax_scale * _value(q_scale) * _value(k_scale)
-    for row in range(query.shape[0]):
-        length = int(seq_lens[row])
-        first = max(0, length - window) if window else 0
-        positions = torch.arange(first, length, device=query.device)
-        pages = block_table[row, positions // page_size].long()
-        keys = key_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
-        values = value_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
-        logits = torch.einsum("hd,nhd->hn", query[row].float(), keys) * scale
-        if sinks is not None:
-            logits = torch.cat([logits, sinks.float()[:, None]], 1)
-        weights = torch.softmax(logits, 1)[:, : positions.numel()]
-        result = torch.einsum("hn,nhd->hd", weights, values) * _value(v_scale)
-        out[row] = result.to(out.dtype)
+    if query_starts is None:
+        starts = list(range(query.shape[0] + 1))
+    else:
+        starts = query_starts.tolist()
+    for sequence, (start, end) in enumerate(pairwise(starts)):
+        for row in range(start, end):
+            # the last row of a sequence is at its last position
+            length = int(seq_lens[sequence]) - (end - 1 - row)
+            first = max(0, length - window) if window else 0
+            positions = torch.arange(first, max(first, length), device=query.device)
+            pages = block_table[sequence, positions // page_size].long()
+            keys = key_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
+            values = value_cache[pages, positions % page_size].float().repeat_interleave(group, 1)
+            logits = torch.einsum("hd,nhd->hn", query[row].float(), keys) * scale
+            if sinks is not None:
+                logits = torch.cat([logits, sinks.float()[:, None]], 1)
+            weights = torch.softmax(logits, 1)[:, : positions.numel()]
+            result = torch.einsum("hn,nhd->hd", weights, values) * _value(v_scale)
+            out[row] = result.to(out.dtype)
 
 
 def _value(scale: torch.Tensor | None) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Attention of single-token queries over a paged KV cache, one launch.
+"""Attention of few query tokens per sequence over a paged KV cache, one launch.
 
 out[t, h] = softmax([q . k * scale, sink]) @ [v, 0] over the last ``window`` positions (all, where
 window is 0). query [T, Hq, D]; caches [pages, page_size, Hkv, D] of any stride with unit stride
-along D, bf16, fp16 or e4m3; Hq / Hkv query heads share a program, padded to a tensor-core tile.
+along D, bf16, fp16 or e4m3. The Hq / Hkv query heads of several tokens share a program, padded to a
+tensor-core tile: all of them read keys and values once.
 
 Split over the context: several programs a head take equal runs of tiles. A split that is alone
 writes the result; otherwise each leaves its sum, maximum and weight in a scratch buffer, and the
@@ -15,13 +16,13 @@ every sequence of the step, and a sequence that shares a full block may read ano
 
 from __future__ import annotations
 
-import bisect
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.attention.launches import launch_for, tokens_per_program
 from oss_fused.kernels.cache import Heads, paged_cache
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
@@ -29,46 +30,6 @@ from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, w
 from oss_fused.kernels.numerics import INTERPRETED, from_fp8, round_to
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Launch(NamedTuple):
-    """How a batch is cut up: programs a head, positions a tile and warps of one.
-
-    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
-    """
-
-    splits: int
-    block_n: int
-    warps: int
-    min_tiles: int
-
-
-# (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
-# beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md)
-_PROGRAMS = (8, 64, 512)
-_LARGE_HEADS = (
-    Launch(16, 128, 8, 1),
-    Launch(4, 128, 4, 2),
-    Launch(1, 128, 4, 1),
-    Launch(1, 64, 4, 1),
-)
-_LAUNCHES = {
-    (False, False): (
-        Launch(32, 128, 4, 1),
-        Launch(4, 128, 8, 2),
-        Launch(4, 128, 4, 8),
-        Launch(4, 64, 4, 16),
-    ),
-    (False, True): (
-        Launch(64, 128, 4, 1),
-        Launch(8, 128, 4, 1),
-        Launch(2, 128, 4, 4),
-        Launch(1, 128, 4, 1),
-    ),
-    # two warps: more programs fit a multiprocessor, 134 us instead of 151 at batch 128 and 1024
-    (True, False): (*_LARGE_HEADS[:3], Launch(1, 64, 2, 1)),
-    (True, True): _LARGE_HEADS,
-}
 
 
 class _Rows(NamedTuple):
@@ -80,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 class _Splits(NamedTuple):
-    """What splits of one head leave for the last of them; arrivals [T * Hkv] counts them.
+    """What splits of one head leave for the last of them; arrivals [programs * Hkv] counts them.
 
     sums [slots, BLOCK_G, BLOCK_D] and stats [slots, BLOCK_G, 2] (maximum, weight) are float32.
     """
@@ -106,14 +67,40 @@ def _store(pointers, values, mask):
 
 
 @triton.jit
-def _span(length, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tokens(seq_lens, query_starts, TOKENS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sequence, first row and position, and number of the tokens of this program."""
+    sequence = tl.program_id(0).to(tl.int64) // CHUNKS
+    length = tl.load(seq_lens + sequence)
+    row, count = sequence, 1
+    if query_starts is not None:
+        row = tl.load(query_starts + sequence).to(tl.int64)
+        count = (tl.load(query_starts + sequence + 1) - row).to(tl.int32)
+    before = tl.program_id(0) % CHUNKS * TOKENS
+    return sequence, row + before, length - count + before, tl.minimum(count - before, TOKENS)
+
+
+@triton.jit
+def _span(position, tokens, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First position of this split, the one behind its last, and how many splits have work."""
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    length = position + tokens
+    first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(length - first, BLOCK_N), 1)
     tiles_per_split = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), min_tiles)
     begin = first + tl.program_id(2) * tiles_per_split * BLOCK_N
     end = tl.minimum(length, begin + tiles_per_split * BLOCK_N)
     return begin, end, tl.cdiv(tiles, tiles_per_split)
+
+
+@triton.jit
+def _seen(begin, end, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which positions from ``begin`` on each row sees; ``last`` [rows, 1], None for all to end."""
+    positions = (begin + tl.arange(0, BLOCK_N))[None, :]
+    seen = positions < end
+    if last is not None:
+        seen &= positions <= last
+        if WINDOW > 0:
+            seen &= positions > last - WINDOW
+    return seen
 
 
 @triton.jit
@@ -133,14 +120,15 @@ def _pointers(keys, values, table, begin, end, head, columns, BLOCK_N: tl.conste
 
 
 @triton.jit
-def _head_pointers(rows, row, heads, columns):
-    return rows.data + (row * rows.row_stride + heads[:, None] * rows.head_stride + columns[None])
+def _head_pointers(tensor, rows, heads, columns):
+    offsets = rows * tensor.row_stride + heads * tensor.head_stride
+    return tensor.data + (offsets[:, None] + columns[None])
 
 
 @triton.jit
-def _nothing(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _nothing(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr):
     """Maximum, weight and weighted sum of no position."""
-    best = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_G], LEAST, tl.float32)
     return best, tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
 
@@ -156,10 +144,10 @@ def _logit_scale(softmax_scale, scales):
 
 
 @triton.jit
-def _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE: tl.constexpr):
-    """One step of the online softmax; ``valid`` holds at least one position."""
+def _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE: tl.constexpr):
+    """One step of the online softmax; a row that sees nothing has a finite ``best``."""
     logits = tl.dot(q, tl.trans(k)) * scale
-    logits = tl.where(valid[None, :], logits, float("-inf"))
+    logits = tl.where(seen, logits, float("-inf"))
     new_best = tl.maximum(best, tl.max(logits, 1))
     weights = tl.exp2(logits - new_best[:, None])
     shrink = tl.exp2(best - new_best)
@@ -184,10 +172,12 @@ def _leave(splits, slot, best, total, acc):
 
 
 @triton.jit
-def _gather(splits, slot, active, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+def _gather(
+    splits, slot, active, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr
+):
     """Maximum, weight and weighted sum of all splits of a head, in their order; count anew."""
     tl.store(splits.arrivals + slot, 0)
-    best, total, acc = _nothing(BLOCK_G, BLOCK_D)
+    best, total, acc = _nothing(BLOCK_G, BLOCK_D, LEAST)
     columns = tl.arange(0, BLOCK_D)
     for other in range(0, active):
         there = (slot * tl.num_programs(2) + other) * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -227,6 +217,7 @@ def _decode_attention_kernel(
     values,
     block_table,
     seq_lens,
+    query_starts,
     out,
     splits,
     sinks,
@@ -238,67 +229,58 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    # a row may see no position of a tile: minus infinity less itself would be NaN
+    LEAST: tl.constexpr = float("-inf") if query_starts is None else -3.4028234663852886e38
     head = tl.program_id(1)
     wait_unless(PREFETCH)
-    length = tl.load(seq_lens + row)
-    begin, end, active = _span(length, min_tiles, WINDOW, BLOCK_N)
-    if tl.program_id(2) >= active:
+    sequence, row, position, tokens = _tokens(seq_lens, query_starts, TOKENS, CHUNKS)
+    begin, end, active = _span(position, tokens, min_tiles, WINDOW, BLOCK_N)
+    if (tokens <= 0) | (tl.program_id(2) >= active):
         return
-    in_group = tl.arange(0, BLOCK_G) < GROUP
+    lanes = tl.arange(0, BLOCK_G)
+    in_group = lanes < tokens * GROUP
+    heads = head * GROUP + lanes % GROUP
+    rows = row + lanes // GROUP
+    last = None
+    if query_starts is not None:
+        last = tl.where(in_group, position + lanes // GROUP, -1)[:, None]
     columns = tl.arange(0, BLOCK_D)
     in_d = (columns < HEAD_DIM)[None, :]
     mask_q = in_group[:, None] & in_d
-    heads = head * GROUP + tl.arange(0, BLOCK_G)
-    table = block_table + row * table_stride
+    table = block_table + sequence * table_stride
     k, v, valid = _pointers(keys, values, table, begin, end, head, columns, BLOCK_N)
     start_next()
     wait_for_inputs()
     k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
-    q = _load(_head_pointers(query, row, heads, columns), mask_q, DTYPE)
+    q = _load(_head_pointers(query, rows, heads, columns), mask_q, DTYPE)
     scale = _logit_scale(softmax_scale, scales)
-    best, total, acc = _nothing(BLOCK_G, BLOCK_D)
+    best, total, acc = _nothing(BLOCK_G, BLOCK_D, LEAST)
     # a padding row has no position at all
-    if length > 0:
-        best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
+    if end > begin:
+        seen = _seen(begin, end, last, WINDOW, BLOCK_N)
+        best, total, acc = _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE)
     for start in range(begin + BLOCK_N, end, BLOCK_N):
         k, v, valid = _pointers(keys, values, table, start, end, head, columns, BLOCK_N)
         k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
-        best, total, acc = _add_tile(q, k, v, valid, scale, best, total, acc, DTYPE)
+        seen = _seen(start, end, last, WINDOW, BLOCK_N)
+        best, total, acc = _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE)
     writes = active == 1
     if active > 1:
-        slot = row * HEADS + head
+        slot = tl.program_id(0).to(tl.int64) * HEADS + head
         writes = _leave(splits, slot, best, total, acc) == active - 1
         if writes:
-            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D)
+            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D, LEAST)
     if writes:
         result = _normalize(best, total, acc, sinks, heads, in_group, scales.v)
-        _store(_head_pointers(out, row, heads, columns), result, mask_q)
-
-
-def launch_for(
-    rows: int, heads: int, head_dim: int, fp8: bool, window: int, positions: int
-) -> Launch:
-    """The launch of a batch; depends on nothing that changes between replays of a CUDA graph.
-
-    Args:
-        rows: sequences, padding included.
-        heads: KV heads.
-        head_dim: of a head.
-        fp8: whether the cache is.
-        window: of the layer, 0 for none.
-        positions: most that a sequence can have, by the width of the block table.
-    """
-    bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
-    best = _LAUNCHES[head_dim > 64, fp8][bucket]
-    tiles = cdiv(min(window or positions, positions), best.block_n)
-    return best._replace(splits=min(best.splits, next_power_of_2(tiles)))
+        _store(_head_pointers(out, rows, heads, columns), result, mask_q)
 
 
 def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
@@ -323,28 +305,34 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     prefetch_table: bool = False,
+    query_starts: torch.Tensor | None = None,
+    max_query_len: int = 1,
 ) -> None:
     """Softmax attention into ``out``; see kernels/attention for the contract."""
     rows, q_heads, head_dim = query.shape
-    if rows == 0:
+    sequences = rows if query_starts is None else query_starts.shape[0] - 1
+    if rows == 0 or sequences == 0:
         return
     page_size, heads = key_cache.shape[1:3]
     group = q_heads // heads
+    tokens = tokens_per_program(max_query_len, group)
+    chunks = cdiv(max_query_len, tokens)
     positions = block_table.shape[1] * page_size
     fp8 = key_cache.dtype == FP8
-    launch = launch_for(rows, heads, head_dim, fp8, window, positions)
+    launch = launch_for(sequences * chunks, heads, head_dim, fp8, window, positions)
     splits = launch.splits
-    block_g = max(16, next_power_of_2(group))
+    block_g = max(16, next_power_of_2(tokens * group))
     block_d = max(16, next_power_of_2(head_dim))
-    scratch = (rows * heads * splits if splits > 1 else 0, block_g)
+    scratch = (sequences * chunks * heads * splits if splits > 1 else 0, block_g)
     sums = torch.empty(*scratch, block_d, dtype=torch.float32, device=query.device)
     stats = torch.empty(*scratch, 2, dtype=torch.float32, device=query.device)
-    _decode_attention_kernel[(rows, heads, splits)](
+    _decode_attention_kernel[(sequences * chunks, heads, splits)](
         _Rows(query, query.stride(0), query.stride(1)),
         paged_cache(key_cache),
         paged_cache(value_cache),
         block_table,
         seq_lens,
+        query_starts,
         _Rows(out, out.stride(0), out.stride(1)),
         _Splits(arrivals, sums, stats),
         sinks,
@@ -356,6 +344,8 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         WINDOW=window,
+        TOKENS=tokens,
+        CHUNKS=chunks,
         BLOCK_G=block_g,
         BLOCK_D=block_d,
         BLOCK_N=launch.block_n,

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""How a batch of decode attention is cut up into programs."""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+from oss_fused.kernels.integers import cdiv, next_power_of_2
+
+
+class Launch(NamedTuple):
+    """How a batch is cut up: programs a head, positions a tile and warps of one.
+
+    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
+    """
+
+    splits: int
+    block_n: int
+    warps: int
+    min_tiles: int
+
+
+# (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
+# beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md)
+_PROGRAMS = (8, 64, 512)
+_LARGE_HEADS = (
+    Launch(16, 128, 8, 1),
+    Launch(4, 128, 4, 2),
+    Launch(1, 128, 4, 1),
+    Launch(1, 64, 4, 1),
+)
+_LAUNCHES = {
+    (False, False): (
+        Launch(32, 128, 4, 1),
+        Launch(4, 128, 8, 2),
+        Launch(4, 128, 4, 8),
+        Launch(4, 64, 4, 16),
+    ),
+    (False, True): (
+        Launch(64, 128, 4, 1),
+        Launch(8, 128, 4, 1),
+        Launch(2, 128, 4, 4),
+        Launch(1, 128, 4, 1),
+    ),
+    # two warps: more programs fit a multiprocessor, 134 us instead of 151 at batch 128 and 1024
+    (True, False): (*_LARGE_HEADS[:3], Launch(1, 64, 2, 1)),
+    (True, True): _LARGE_HEADS,
+}
+# rows of a program's tile: query heads times tokens
+_TILE = 64
+
+
+def tokens_per_program(max_query_len: int, group: int) -> int:
+    """Tokens of one sequence that a program takes; ``group`` query heads share a KV head."""
+    return min(max_query_len, max(1, _TILE // group))
+
+
+def launch_for(
+    rows: int, heads: int, head_dim: int, fp8: bool, window: int, positions: int
+) -> Launch:
+    """The launch of a batch; depends on nothing that changes between replays of a CUDA graph.
+
+    Args:
+        rows: programs per head: sequences, padding included, times the tiles of their tokens.
+        heads: KV heads.
+        head_dim: of a head.
+        fp8: whether the cache is.
+        window: of the layer, 0 for none.
+        positions: most that a sequence can have, by the width of the block table.
+    """
+    bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
+    best = _LAUNCHES[head_dim > 64, fp8][bucket]
+    tiles = cdiv(min(window or positions, positions), best.block_n)
+    return best._replace(splits=min(best.splits, next_power_of_2(tiles)))
