@@ -110,11 +110,11 @@ def test_several_queries_equal_reference(device, lens, counts, window, sinks):
 
 def test_a_query_sees_what_it_sees_alone(device):
     args, several = with_queries(device, [150], [4])
-    expected, _ = both(args, window=32, several=several)
+    _, together = both(args, window=32, several=several)
     for query in range(4):
         alone = [args[0][query : query + 1], *args[1:4], args[4] - 3 + query]
-        _, actual = both([*alone, args[5][:1], args[6]], window=32)
-        torch.testing.assert_close(actual[0], expected[query], **TOLERANCE)
+        expected, _ = both([*alone, args[5][:1], args[6]], window=32)
+        torch.testing.assert_close(together[query], expected[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from oss_fused.layers.vllm import attention
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl, adopt_attention
 
 ROWS, HEADS, KV_HEADS, SIZE, PAGE, PAGES = 3, 4, 2, 16, 16, 9
@@ -44,13 +45,16 @@ class Layer(Attention):
         self._q_scale, self._k_scale, self._v_scale = map(torch.tensor, (Q_SCALE, K_SCALE, V_SCALE))
 
 
-def adopted(*impls, rows=ROWS, max_model_len=4096, **parallel):
+def adopted(*impls, rows=ROWS, max_model_len=4096, drafts=None, sequences=1, **parallel):
     layers = [Layer(impl) for impl in impls]
     adopt_attention(
         nn.ModuleList(layers),
         SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=rows),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=rows, max_num_seqs=sequences),
+            speculative_config=(
+                None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
+            ),
             model_config=SimpleNamespace(max_model_len=max_model_len),
         ),
     )
@@ -63,7 +67,7 @@ def metadata(**changes):
     fields = {
         "num_actual_tokens": ROWS, "max_query_len": 1, "causal": True, "block_table": order,
         "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32), "rswa_prefix_lens": None,
-        "mm_prefix_query_range_tensor": None,
+        "mm_prefix_query_range_tensor": None, "query_start_loc": None,
     }  # fmt: skip
     return SimpleNamespace(**(fields | changes))
 
@@ -76,14 +80,14 @@ def inputs(fp8, rows=ROWS):
     return query, cache.view(torch.uint8) if fp8 else cache
 
 
-def expected(query, cache, table, window, fp8, sinks):
-    """Attention as in the textbook, with one sequence and head at a time."""
+def expected(query, cache, table, window, fp8, sinks, lengths=LENGTHS):
+    """Attention as in the textbook, with one query and head at a time."""
     scales = (Q_SCALE, K_SCALE, V_SCALE) if fp8 else (1.0, 1.0, 1.0)
     if fp8:
         cache = cache.view(FP8)
     q, stored = query.float() * scales[0], cache.float()
     out = torch.empty(len(query), HEADS, SIZE)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         last = length - 1
         seen = [at for at in range(length) if window is None or last - at < window]
         for head in range(HEADS):
@@ -118,10 +122,68 @@ def test_decode_step(window, fp8, sinks):
     assert output[ROWS:].eq(7).all()
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("counts", [(4, 1, 4), (2, 1, 3)], ids=str)
+def test_verification_of_drafts(counts, fp8):
+    (layer,) = adopted(implementation(20, fp8, sinks=True), drafts=3, sequences=ROWS)
+    rows = sum(counts)
+    query, cache = inputs(fp8, rows + 1)
+    starts = torch.tensor((0, *counts)).cumsum(0).int()
+    told = metadata(max_query_len=max(counts), num_actual_tokens=rows, query_start_loc=starts)
+    output = torch.full((rows + 1, HEADS, SIZE), 7.0, dtype=torch.bfloat16)
+    layer.impl.forward(layer, query, None, None, cache, told, output)
+    # each draft sees the positions up to its own
+    lengths = [
+        length - count + 1 + at for length, count in zip(LENGTHS, counts) for at in range(count)
+    ]
+    table = told.block_table.repeat_interleave(torch.tensor(counts), 0)
+    want = expected(query[:rows], cache, table, 20, fp8, layer.impl.sinks, lengths)
+    torch.testing.assert_close(output[:rows], want, rtol=2**-7, atol=2**-7)
+    assert output[rows:].eq(7).all()
+
+
+def test_every_number_of_drafts_is_one_kernel(monkeypatch):
+    (layer,) = adopted(implementation(), drafts=3, sequences=ROWS)
+    seen = []
+    monkeypatch.setattr(
+        torch.ops.oss_fused, "decode_attention", lambda *arguments: seen.append(arguments[14:])
+    )
+    query, cache = inputs(False)
+    for most in (1, 2, 4):
+        told = metadata(max_query_len=most, query_start_loc="starts")
+        layer.impl.forward(layer, query, None, None, cache, told, torch.empty_like(query))
+    assert seen == [(None, 1), ("starts", 4), ("starts", 4)]
+
+
+def test_warm_up_compiles_both(monkeypatch):
+    (layer,) = adopted(implementation(), drafts=3, sequences=4, rows=8)
+    seen = []
+    monkeypatch.setattr(
+        torch.ops.oss_fused,
+        "decode_attention",
+        lambda *arguments: seen.append((len(arguments[0]), *arguments[15:])),
+    )
+    monkeypatch.setattr(attention, "_warm", set())
+    attention._warm_up(layer.impl, torch.bfloat16)
+    # 16 rows of scratch: four sequences of four tokens
+    assert seen == [(1,), (1, 4), (2,), (2, 4), (4,), (4, 4), (8,), (16,)]
+
+
+def test_too_many_drafts_are_flash_attentions_and_said_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(attention.logger, "warning_once", lambda text, *a: said.append(text % a))
+    layers = adopted(implementation(), implementation(), drafts=8, sequences=ROWS)
+    assert [layer.impl.max_queries for layer in layers] == [1, 1]
+    (text,) = said
+    assert "num_speculative_tokens=8" in text and text.endswith("7 drafts run FlashAttention")
+    (layer,) = adopted(implementation(), drafts=7, sequences=ROWS)
+    assert layer.impl.max_queries == 8 and len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        # a prompt beside sequences that decode, and drafts
+        # a prompt beside sequences that decode
         ({"max_query_len": 2, "num_actual_tokens": ROWS + 1}, {}),
         ({"causal": False}, {}),
         ({"causal": torch.tensor([True])}, {}),
@@ -157,6 +219,11 @@ def test_scratch_holds_the_largest_step():
     output = torch.empty(ROWS, HEADS, SIZE, dtype=torch.bfloat16)
     layers[0].impl.forward(layers[0], query, None, None, cache, metadata(), output)
     assert layers[0].impl.arrivals.numel() == ROWS * KV_HEADS
+
+
+def test_scratch_holds_every_programs_counter_with_drafts():
+    (layer,) = adopted(implementation(), rows=ROWS, drafts=3, sequences=ROWS)
+    assert layer.impl.arrivals.numel() == ROWS * 4 * KV_HEADS
 
 
 def test_layers_of_other_shapes_have_scratch_of_their_own():

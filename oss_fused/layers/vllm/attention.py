@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Attention of decode batches in the native kernel, of all other batches in FlashAttention.
 
-A decode batch has one token per sequence. It runs ``torch.ops.oss_fused.decode_attention``: one
-launch, where FlashAttention 3 takes three at short context. Prefill and mixed batches run
-FlashAttention, and so does what the kernel lacks: soft cap, ALiBi, context parallelism, prefix-LM
-masks. Metadata, cache layout and cache writes are vLLM's in both cases, so each batch can choose.
+A decode batch has one token per sequence, or up to 1 + d where a step verifies d drafts. It runs
+``torch.ops.oss_fused.decode_attention``: one launch, where FlashAttention 3 takes three at short
+context. Prefill and mixed batches run FlashAttention, and so does what the kernel lacks: soft cap,
+ALiBi, context parallelism, prefix-LM masks. Metadata, cache layout and cache writes are vLLM's in
+both cases, so each batch can choose.
 The option attention_kernels="vllm" turns the native kernel off.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
@@ -25,6 +27,10 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 FP8 = torch.float8_e4m3fn
 # positions up to which the kernel is faster with large FP8 heads
 _SHORT = 2048
+# tokens of one sequence in a decode batch; steps that verify more drafts run FlashAttention
+_MOST_QUERIES = 8
+
+logger = init_logger(__name__)
 
 
 class OssAttentionImpl(FlashAttentionImpl):
@@ -32,6 +38,8 @@ class OssAttentionImpl(FlashAttentionImpl):
 
     arrivals: torch.Tensor
     max_rows: int
+    # tokens of one sequence up to which a batch is a decode batch
+    max_queries: int = 1
     # rotary embedding and cache write as one kernel, where rope_attention.py set it up
     rope: Any = None
 
@@ -59,7 +67,7 @@ class OssAttentionImpl(FlashAttentionImpl):
         """Attention into ``output``; arguments as in FlashAttentionImpl.forward."""
         if (
             attn_metadata is None
-            or attn_metadata.max_query_len != 1
+            or attn_metadata.max_query_len > self.max_queries
             or attn_metadata.causal is not True
             or attn_metadata.rswa_prefix_lens is not None
             or attn_metadata.mm_prefix_query_range_tensor is not None
@@ -78,6 +86,7 @@ class OssAttentionImpl(FlashAttentionImpl):
                 output_block_scale=output_block_scale,
             )
         rows = attn_metadata.num_actual_tokens
+        several = attn_metadata.max_query_len > 1
         quantised = is_quantized_kv_cache(self.kv_cache_dtype)
         if quantised:
             kv_cache = kv_cache.view(FP8)
@@ -96,8 +105,11 @@ class OssAttentionImpl(FlashAttentionImpl):
             layer._q_scale if query.dtype == FP8 else None,
             layer._k_scale if quantised else None,
             layer._v_scale if quantised else None,
-            # table and lengths are made before the step's first kernel
+            # table, lengths and starts are made before the step's first kernel
             True,
+            attn_metadata.query_start_loc if several else None,
+            # not the batch's own number: every other one is another kernel to compile
+            self.max_queries if several else 1,
         )
         return output
 
@@ -110,8 +122,10 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         return
-    # a decode step has one token per sequence; CUDA graphs pad it, at most to this many
-    rows = vllm_config.scheduler_config.max_num_batched_tokens
+    queries = _queries(vllm_config)
+    scheduler = vllm_config.scheduler_config
+    # CUDA graphs pad a decode step, at most to so many tokens; a program takes one or more
+    rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * queries)
     device = next(model.parameters()).device
     arrivals: dict[int, torch.Tensor] = {}
     for layer in model.modules():
@@ -121,6 +135,7 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
             continue
         layer.impl.__class__ = OssAttentionImpl
         layer.impl.max_rows = rows
+        layer.impl.max_queries = queries
         # one buffer for all layers: their launches follow one another on one stream
         size = rows * layer.impl.num_kv_heads
         if size not in arrivals:
@@ -128,6 +143,21 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         layer.impl.arrivals = arrivals[size]
         # sleep at level 2 keeps buffers alone
         layer.register_buffer("oss_arrivals", arrivals[size], persistent=False)
+
+
+def _queries(vllm_config: VllmConfig) -> int:
+    """Tokens per sequence up to which steps run decode_attention."""
+    speculative = vllm_config.speculative_config
+    queries = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+    if queries <= _MOST_QUERIES:
+        return queries
+    logger.warning_once(
+        "oss_fused: num_speculative_tokens=%d: steps that verify more than %d drafts run "
+        "FlashAttention",
+        queries - 1,
+        _MOST_QUERIES - 1,
+    )
+    return 1
 
 
 def _fits(impl: Any) -> bool:
@@ -155,6 +185,7 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
     key = (heads, kv_heads, size, impl.sliding_window, dtype, quantised, impl.sinks is None)
+    key += (impl.max_queries,)
     if key in _warm:
         return
     _warm.add(key)
@@ -171,20 +202,14 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
         out = torch.empty(rows, heads, size, dtype=dtype, device=device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         lens = torch.ones(rows, dtype=torch.int32, device=device)
-        torch.ops.oss_fused.decode_attention(
-            query,
-            keys,
-            values,
-            table,
-            lens,
-            out,
-            impl.arrivals,
-            impl.scale,
-            impl.sliding_window[0] + 1,
-            impl.sinks,
-            one,
-            one,
-            one,
-            True,
-        )
+        batches: list[tuple[Any, ...]] = [()]
+        if 1 < impl.max_queries <= impl.max_rows // rows:
+            starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+            batches.append((starts, impl.max_queries))
+        for several in batches:
+            torch.ops.oss_fused.decode_attention(
+                *(query, keys, values, table, lens, out, impl.arrivals),
+                *(impl.scale, impl.sliding_window[0] + 1, impl.sinks, one, one, one, True),
+                *several,
+            )
         rows *= 2
