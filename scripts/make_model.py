@@ -9,6 +9,9 @@ to the disk: a 20b of 13 GiB never needs more than a few layers of memory.
   make_model.py --arch gpt-oss --size tiny --output models/tiny-gpt-oss
   make_model.py --arch gpt-oss --size 20b --format mxfp4 --device cuda --output /tmp/gpt-oss-20b
   make_model.py --arch llama --size 8b --device cuda --output /tmp/llama-8b
+  make_model.py --size 20b --draft specforge --device cuda --output /tmp/eagle3-20b
+
+--draft writes an EAGLE-3 head for the model instead of the model.
 
 Exit codes: 0 made, 1 writing failed (nothing is left), 2 bad arguments.
 """
@@ -26,9 +29,9 @@ from oss_fused.errors import CheckpointError, OssFusedError
 
 def main() -> int:
     """Parse the command line, make the checkpoint, say where it is."""
-    from harness import model_factory
+    from harness import draft_factory, model_factory
 
-    args = parse_args(model_factory.ARCHITECTURES, model_factory.SIZES)
+    args = parse_args(model_factory.ARCHITECTURES, model_factory.SIZES, draft_factory.LAYOUTS)
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +40,10 @@ def main() -> int:
         shape = model_factory.get_shape(args.arch, args.size)
         if args.layers:
             shape = replace(shape, layers=args.layers)
-        size = model_factory.make_model(args.output, shape, args.format, args.seed, device)
+        if args.draft:
+            size = draft_factory.make_draft(args.output, shape, args.draft, args.seed, device)
+        else:
+            size = model_factory.make_model(args.output, shape, args.format, args.seed, device)
     except OssFusedError as error:
         print(f"make_model: {error}", file=sys.stderr)
         failed = isinstance(error, CheckpointError) and not args.output.exists()
@@ -47,7 +53,9 @@ def main() -> int:
     return 0
 
 
-def parse_args(archs: tuple[str, ...], sizes: tuple[str, ...]) -> argparse.Namespace:
+def parse_args(
+    archs: tuple[str, ...], sizes: tuple[str, ...], layouts: tuple[str, ...]
+) -> argparse.Namespace:
     """Command line of the script."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,6 +64,9 @@ def parse_args(archs: tuple[str, ...], sizes: tuple[str, ...]) -> argparse.Names
     parser.add_argument("--size", choices=sizes, default="tiny", help="default: tiny")
     parser.add_argument(
         "--format", choices=("bf16", "mxfp4"), default="bf16", help="of the experts; default: bf16"
+    )
+    parser.add_argument(
+        "--draft", choices=layouts, help="write an EAGLE-3 head for the model, in this layout"
     )
     parser.add_argument("--layers", type=positive, help="another number of layers")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")

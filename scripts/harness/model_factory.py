@@ -110,10 +110,7 @@ def make_model(
         UnsupportedDeviceError: ``device`` is not here.
         CheckpointError: ``output`` exists, or writing failed.
     """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnsupportedDeviceError(f"device {device}: cannot be used: {error}") from error
+    check_device(device)
     if weight_format == "mxfp4":
         if not shape.experts:
             raise UnsupportedModelError(f"format mxfp4: {shape.arch} has no experts; use bf16")
@@ -134,6 +131,14 @@ def make_model(
         write_json(folder / "generation_config.json", {**generation, "pad_token_id": ids["pad"]})
         write_json(folder / "config.json", config_of(shape, weight_format, ids))
     return writer.total_bytes
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise UnsupportedDeviceError unless tensors can be made on ``device``."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedDeviceError(f"device {device}: cannot be used: {error}") from error
 
 
 def config_of(shape: Shape, weight_format: str, ids: dict[str, int]) -> dict[str, Any]:
@@ -199,7 +204,7 @@ def tensor_groups(
     shape: Shape, weight_format: str, seed: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors in groups of one layer's size, each made on ``device`` when asked for."""
-    make = _Maker(torch.Generator(device).manual_seed(seed), device)
+    make = Maker(torch.Generator(device).manual_seed(seed), device)
     # a tied embedding is the output head as well
     spread = 1 / math.sqrt(shape.hidden) if shape.tied else 1.0
     yield {
@@ -214,16 +219,17 @@ def tensor_groups(
         if shape.experts:
             group |= _experts(shape, prefix + "mlp.", weight_format, make)
         else:
-            group |= _mlp(shape, prefix + "mlp.", make)
+            group |= draw_mlp(make, prefix + "mlp.", shape.hidden, shape.intermediate)
         yield group
     if not shape.tied:
         yield {"lm_head.weight": make.linear(shape.vocab, shape.hidden)}
 
 
-class _Maker:
+class Maker:
     """Draws tensors of a given spread from one generator."""
 
     def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        """Draw from ``generator``, which is of ``device``'s kind."""
         self.generator = generator
         self.device = device
         # 256 equally likely values of a Gaussian, each as the nearest e2m1 code
@@ -234,13 +240,16 @@ class _Maker:
         self._codes = codes.to(torch.uint8).to(device)
 
     def normal(self, *size: int, std: float) -> torch.Tensor:
+        """Bfloat16 of mean 0."""
         value = torch.empty(size, dtype=torch.bfloat16, device=self.device)
         return value.normal_(0.0, std, generator=self.generator)
 
     def norm(self, size: int) -> torch.Tensor:
+        """Weights of a norm, around 1."""
         return (1.0 + self.normal(size, std=0.1).float()).to(torch.bfloat16)
 
     def linear(self, out: int, inner: int, gain: float = 1.0) -> torch.Tensor:
+        """Weights [out, inner] that keep the variance of their input, times gain."""
         return self.normal(out, inner, std=gain / math.sqrt(inner))
 
     def mxfp4(
@@ -263,14 +272,11 @@ class _Maker:
         return out
 
 
-def _attention(shape: Shape, prefix: str, make: _Maker) -> dict[str, torch.Tensor]:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    group = {}
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        group[f"{prefix}{name}_proj.weight"] = make.linear(rows, shape.hidden)
-        if shape.arch in ("gpt-oss", "qwen2"):
-            group[f"{prefix}{name}_proj.bias"] = make.normal(rows, std=0.1)
-    group[prefix + "o_proj.weight"] = make.linear(shape.hidden, queries, BRANCH_GAIN)
+def _attention(shape: Shape, prefix: str, make: Maker) -> dict[str, torch.Tensor]:
+    sizes = shape.heads, shape.kv_heads, shape.head_dim
+    group = draw_attention(
+        make, prefix, *sizes, shape.hidden, shape.hidden, shape.arch in ("gpt-oss", "qwen2")
+    )
     if shape.arch == "gpt-oss":
         group[prefix + "o_proj.bias"] = make.normal(shape.hidden, std=0.02)
         group[prefix + "sinks"] = make.normal(shape.heads, std=1.0)
@@ -280,17 +286,36 @@ def _attention(shape: Shape, prefix: str, make: _Maker) -> dict[str, torch.Tenso
     return group
 
 
-def _mlp(shape: Shape, prefix: str, make: _Maker) -> dict[str, torch.Tensor]:
+def draw_attention(
+    make: Maker,
+    prefix: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    inner: int,
+    hidden: int,
+    bias: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The projections of an attention layer that reads [T, inner] and writes [T, hidden]."""
+    group = {}
+    for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        group[f"{prefix}{name}_proj.weight"] = make.linear(rows * head_dim, inner)
+        if bias:
+            group[f"{prefix}{name}_proj.bias"] = make.normal(rows * head_dim, std=0.1)
+    group[prefix + "o_proj.weight"] = make.linear(hidden, heads * head_dim, BRANCH_GAIN)
+    return group
+
+
+def draw_mlp(make: Maker, prefix: str, hidden: int, inner: int) -> dict[str, torch.Tensor]:
+    """The projections of a gated MLP."""
     return {
-        prefix + "gate_proj.weight": make.linear(shape.intermediate, shape.hidden),
-        prefix + "up_proj.weight": make.linear(shape.intermediate, shape.hidden),
-        prefix + "down_proj.weight": make.linear(shape.hidden, shape.intermediate, BRANCH_GAIN),
+        prefix + "gate_proj.weight": make.linear(inner, hidden),
+        prefix + "up_proj.weight": make.linear(inner, hidden),
+        prefix + "down_proj.weight": make.linear(hidden, inner, BRANCH_GAIN),
     }
 
 
-def _experts(
-    shape: Shape, prefix: str, weight_format: str, make: _Maker
-) -> dict[str, torch.Tensor]:
+def _experts(shape: Shape, prefix: str, weight_format: str, make: Maker) -> dict[str, torch.Tensor]:
     count, hidden, inner = shape.experts, shape.hidden, shape.intermediate
     group = {
         prefix + "router.weight": make.linear(count, hidden, ROUTER_LOGIT_STD),

@@ -38,6 +38,12 @@ def test_make_model(
     assert "exists already" in capsys.readouterr().err
 
 
+def test_make_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "draft"
+    assert run(monkeypatch, "make_model.py", "--draft", "speculators", "--output", str(output)) == 0
+    assert json.loads((output / "config.json").read_text())["speculators_model_type"] == "eagle3"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -184,8 +184,8 @@ _warm: set[tuple[object, ...]] = set()
 def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
-    key = (heads, kv_heads, size, impl.sliding_window, dtype, quantised, impl.sinks is None)
-    key += (impl.max_queries,)
+    shape = heads, kv_heads, size, impl.sliding_window, impl.max_queries
+    key = (*shape, dtype, quantised, impl.sinks is None)
     if key in _warm:
         return
     _warm.add(key)

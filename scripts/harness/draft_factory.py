@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""Random EAGLE-3 heads of published shapes, for speculative decoding of the models made here.
+
+A head is one Llama layer that reads a token's embedding and three hidden states of the target, and
+an output head over the tokens that are most frequent. Its drafts are noise: use it with vLLM's
+synthetic acceptance, or to show that drafts leave the text as it is. Two layouts:
+
+- ``specforge``, of nebius/EAGLE3-gpt-oss-20b: the target's embedding, its layer named ``midlayer``;
+- ``speculators``, of RedHatAI/gpt-oss-20b-speculator.eagle3: an embedding of its own, a norm before
+  the three hidden states are combined, and a config.json that names the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.folder import ShardWriter, atomic_folder
+from harness.model_factory import Maker, Shape, check_device, draw_attention, draw_mlp
+from oss_fused.errors import UnsupportedModelError
+from oss_fused.files import write_json
+
+LAYOUTS = ("specforge", "speculators")
+# of both published heads of gpt-oss-20b, whose hidden size is 2880
+INTERMEDIATE_PER_HIDDEN = 6
+# tokens that a head can draft; 0.4 billion parameters with them
+DRAFT_VOCABULARY = 64000
+_SEEN_STATES = 3
+
+
+def make_draft(
+    output: Path,
+    target: Shape,
+    layout: str = "specforge",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> int:
+    """Write a random EAGLE-3 head for ``target``, complete or not at all; return its weight bytes.
+
+    Args:
+        output: the folder to create.
+        target: dimensions of the model that it drafts for.
+        layout: one of LAYOUTS.
+        seed: the same seed, shape and device kind give the same weights.
+        device: where the weights are made.
+
+    Raises:
+        UnsupportedModelError: ``layout`` is unknown.
+        UnsupportedDeviceError: ``device`` is not here.
+        CheckpointError: ``output`` exists, or writing failed.
+    """
+    if layout not in LAYOUTS:
+        raise UnsupportedModelError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}")
+    check_device(device)
+    make = Maker(torch.Generator(device).manual_seed(seed), torch.device(device))
+    with atomic_folder(output) as folder:
+        with ShardWriter(folder) as writer:
+            for group in _tensor_groups(target, layout, make):
+                writer.add(group)
+        write_json(folder / "config.json", _config(target, layout))
+    return writer.total_bytes
+
+
+def seen_layers(layers: int) -> tuple[int, ...]:
+    """Hidden states of a target with ``layers`` that a head reads; 0 is the embedding."""
+    return (2, layers // 2, layers - 3) if layers > 5 else (0, layers // 2, layers)
+
+
+def _tensor_groups(target: Shape, layout: str, make: Maker) -> Iterator[dict[str, torch.Tensor]]:
+    hidden, known = target.hidden, _vocabulary(target)
+    own = layout == "speculators"
+    prefix = "layers.0." if own else "midlayer."
+    layer = draw_attention(
+        make,
+        prefix + "self_attn.",
+        target.heads,
+        target.kv_heads,
+        target.head_dim,
+        2 * hidden,
+        hidden,
+    )
+    layer |= draw_mlp(make, prefix + "mlp.", hidden, INTERMEDIATE_PER_HIDDEN * hidden)
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        layer[f"{prefix}{norm}.weight"] = make.norm(hidden)
+    layer["fc.weight"] = make.linear(hidden, _SEEN_STATES * hidden)
+    layer["norm.weight"] = make.norm(hidden)
+    yield layer
+    ids = torch.randperm(target.vocab, generator=make.generator, device=make.device)[:known]
+    ids = ids.sort().values
+    drafted = torch.zeros(target.vocab, dtype=torch.bool, device=make.device)
+    drafted[ids] = True
+    yield {
+        "lm_head.weight": make.linear(known, hidden),
+        # what to add to a draft's id, and which of the target's ids there are
+        "d2t": ids - torch.arange(known, device=make.device),
+        "t2d": drafted,
+    }
+    if own:
+        yield {
+            "embed_tokens.weight": make.normal(target.vocab, hidden, std=1.0),
+            "input_norm.weight": make.norm(_SEEN_STATES * hidden),
+        }
+
+
+def _vocabulary(target: Shape) -> int:
+    return min(DRAFT_VOCABULARY, target.vocab // 2)
+
+
+def _config(target: Shape, layout: str) -> dict[str, Any]:
+    layer: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden,
+        "intermediate_size": INTERMEDIATE_PER_HIDDEN * target.hidden,
+        "max_position_embeddings": target.context,
+        "mlp_bias": False,
+        "num_attention_heads": target.heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": target.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": target.rope_theta,
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab,
+    }
+    draft = {
+        "draft_vocab_size": _vocabulary(target),
+        "eagle_aux_hidden_state_layer_ids": list(seen_layers(target.layers)),
+    }
+    if layout == "specforge":
+        return layer | draft
+    return draft | {
+        "architectures": ["Eagle3Speculator"],
+        "dtype": "bfloat16",
+        "norm_before_fc": True,
+        "norm_before_residual": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"architectures": ["GptOssForCausalLM"], "name_or_path": "target"},
+        },
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+    }
