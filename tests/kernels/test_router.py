@@ -136,13 +136,17 @@ def test_two_levels_hold_bfloat16_exactly(device, width):
     assert (codes[:, :, -(-width // 128) * 128 :].float() == 0).all()
 
 
-def test_rows_in_the_order_of_sorted_pairs(device):
+@pytest.mark.parametrize("levels", [1, 2])
+def test_rows_in_the_places_of_sorted_pairs(device, levels):
     x = torch.randn(3, 96, device=device).bfloat16()
-    # behind the pairs of this rank order holds anything
-    order = torch.tensor([5, 0, 3, 2, -7, 2**30], dtype=torch.int32, device=device)
-    codes, scale = encode_rows(x, 2, order=order)
-    assert codes.shape == (6, 2, 128)
-    assert torch.equal(decoded(codes, scale, 96)[:4], x.float()[[2, 0, 1, 1]])
+    # two pairs of another rank: what lies behind the others is not written
+    place = torch.tensor([1, -1, 3, 2, -1, 0], dtype=torch.int32, device=device)
+    codes, scale = encode_rows(x, levels, place=place)
+    assert codes.shape == (6, levels, 128)
+    expected = encode_rows(x, levels)
+    of_token = [2, 0, 1, 1]
+    assert torch.equal(codes[:4].view(torch.uint8), expected[0][of_token].view(torch.uint8))
+    assert torch.equal(scale[:4], expected[1][of_token])
 
 
 def test_one_level_is_the_token_quantisation(device):

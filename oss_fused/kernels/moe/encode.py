@@ -30,24 +30,12 @@ class Encoded(NamedTuple):
 
 
 @triton.jit
-def encode_row(
-    rows,
-    source,
-    row,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PERMUTE: tl.constexpr,
-):
-    """Codes and scale ``row`` of x's row ``source``; see moe/gemm.py for what LEVELS means."""
-    HP: tl.constexpr = (H + 127) // 128 * 128
+def _codes_of_row(x, row, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """(codes, codes of the second level, scale) of x's row; see moe/gemm.py for LEVELS."""
     column = tl.arange(0, BLOCK)
-    value = tl.load(rows.x + source.to(tl.int64) * H + column, mask=column < H, other=0.0)
+    value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0)
     value = value.to(tl.float32)
     amax = tl.max(magnitude_bits(value), 0)
-    position = activation_position(column) if PERMUTE else column
-    target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + position
-    mask = column < HP
     if LEVELS == 2:
         # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
         exponent = tl.maximum(amax >> 23, 8)
@@ -56,19 +44,55 @@ def encode_row(
         value = value * ((261 - exponent) << 23).to(tl.float32, bitcast=True)
         value = tl.where(exponent == 255, 0.0, value)
         first = to_fp8(value)
-        tl.store(target, first, mask=mask)
-        tl.store(target + HP, to_fp8((value - from_fp8(first)) * 16.0), mask=mask)
+        second = to_fp8((value - from_fp8(first)) * 16.0)
     else:
         unit = scale_of_amax(amax)
-        tl.store(target, quantize_dynamic(value, tl.div_rn(1.0, unit)), mask=mask)
+        first = quantize_dynamic(value, tl.div_rn(1.0, unit))
+        second = first
+    return first, second, unit
+
+
+@triton.jit
+def _store_row(
+    rows,
+    row,
+    first,
+    second,
+    unit,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
+    HP: tl.constexpr = (H + 127) // 128 * 128
+    column = tl.arange(0, BLOCK)
+    position = activation_position(column) if PERMUTE else column
+    target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + position
+    mask = column < HP
+    tl.store(target, first, mask=mask)
+    if LEVELS == 2:
+        tl.store(target + HP, second, mask=mask)
     tl.store(rows.scale + row, unit)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit
+def encode_row(
+    rows,
+    row,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
+    """Codes and scale of x's row ``row``."""
+    first, second, unit = _codes_of_row(rows.x, row, H, BLOCK, LEVELS)
+    _store_row(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+
+
+@triton.jit
 def _encode_kernel(
     rows,
-    order,
-    n_rows,
+    place,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,33 +102,36 @@ def _encode_kernel(
     start_next()
     wait_for_inputs()
     row = tl.program_id(0)
-    source = row
-    if order is not None:
-        pair = tl.load(order + row)
-        # behind the pairs that are computed here order is not written
-        source = tl.where((pair >= 0) & (pair < n_rows), pair // TOP_K, 0)
-    encode_row(rows, source, row, H, BLOCK, LEVELS, PERMUTE)
+    if place is None:
+        encode_row(rows, row, H, BLOCK, LEVELS, PERMUTE)
+    else:
+        first, second, unit = _codes_of_row(rows.x, row, H, BLOCK, LEVELS)
+        for slot in tl.static_range(TOP_K):
+            target = tl.load(place + row * TOP_K + slot)
+            # an expert that is not here has no place for the row
+            if target >= 0:
+                _store_row(rows, target, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 def encode_rows(
     x: torch.Tensor,
     levels: int,
     permute: bool = True,
-    order: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
 
-    ``permute`` puts the columns into the order of moe/tile.py; ``order`` [P] of a Routing gives a
-    row for each of its pairs, in that order, from a row of x for each token.
+    ``permute`` puts the columns into the order of moe/tile.py; ``place`` [P] of a Routing gives a
+    row for each of its pairs, in its place, from a row of x for each token. Behind the pairs that
+    are computed here nothing is written.
     """
     tokens, width = x.shape
-    rows = tokens if order is None else order.shape[0]
+    rows = tokens if place is None else place.shape[0]
     encoded = empty_codes(x, rows, levels)
     if rows:
-        _encode_kernel[(rows,)](
+        _encode_kernel[(tokens,)](
             encoded,
-            order,
-            rows,
+            place,
             TOP_K=rows // tokens,
             H=width,
             BLOCK=next_power_of_2(encoded.codes.shape[2]),

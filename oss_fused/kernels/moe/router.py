@@ -196,7 +196,7 @@ def _route_kernel(
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
     if rows.x is not None:
         if pid >= blocks:
-            encode_row(rows, pid - blocks, pid - blocks, H, BLOCK, LEVELS, PERMUTE)
+            encode_row(rows, pid - blocks, H, BLOCK, LEVELS, PERMUTE)
         else:
             _route_block(
                 pid,

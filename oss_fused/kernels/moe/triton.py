@@ -137,7 +137,7 @@ def encode(
         router_logits, top_k, renormalize, expert_map, experts, config.rows, given, levels
     )
     if config.large:
-        codes, scale = encode_rows(x.contiguous(), levels, order=routing.order)
+        codes, scale = encode_rows(x.contiguous(), levels, place=routing.place)
         routing = routing._replace(codes=codes, scale=scale)
     return routing
 
