@@ -74,6 +74,8 @@ class OssFp8Config(QuantizationConfig):
         # set by models that load the embedding into a tied, quantised head as well
         self.feeds_tied_head = False
         self._options_read = False
+        # whether this is of a head that drafts for the served model
+        self._drafts = False
         # layers that the monitor's policy gives 16-bit activations, with the reason
         self._bits16: dict[str, str] = {}
         self._unmatched_ignore: set[str] = set()
@@ -161,6 +163,7 @@ class OssFp8Config(QuantizationConfig):
                 return OssUnquantizedEmbeddingMethod(prefix)
             method = self._linear_method(scheme, prefix)
             method.head_is_fed = self.feeds_tied_head
+            method.may_be_absent = self._drafts
             return method
         if isinstance(layer, VocabParallelEmbedding):
             # vLLM gives some models' embeddings no name
@@ -210,8 +213,11 @@ class OssFp8Config(QuantizationConfig):
         vllm_config = get_current_vllm_config()
         model = vllm_config.model_config
         check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
+        # vLLM builds a head that drafts (EAGLE) within the configuration of the served model
+        drafts = vllm_config.speculative_config is not None
+        self._drafts = drafts and vllm_config.quant_config is not self
         # options are for the served model: its layers are not the draft's
-        raw = None if is_draft(vllm_config) else raw_options(vllm_config)
+        raw = None if self._drafts or is_draft(vllm_config) else raw_options(vllm_config)
         self.settings = settings.with_options(self.settings, raw)
         self._bits16 = bits16_layers(self.settings.serving.monitor_policy)
         if self.settings.serving.self_check:
@@ -224,7 +230,8 @@ class OssFp8Config(QuantizationConfig):
         self._options_read = True
 
     def _wants_head(self, layer: ParallelLMHead) -> bool:
-        if self.settings.calibrated:
+        # the served model checks every draft: rounding costs acceptance, never quality
+        if self.settings.calibrated or self._drafts:
             return True
         if self.settings.lm_head is not None:
             return self.settings.lm_head

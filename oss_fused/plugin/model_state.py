@@ -40,15 +40,22 @@ class OssModelState(DefaultModelState):
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
         super().__init__(vllm_config, *args)
-        model = vllm_config.model_config
+        model, drafts = vllm_config.model_config, vllm_config.speculative_config
         self.metadata_is_read = (
             # a connector or a draft model reads the metadata of every step
             vllm_config.kv_transfer_config is not None
-            or vllm_config.speculative_config is not None
+            or (drafts is not None and not drafts.use_ngram())
             # decode steps that OssAttentionImpl leaves to FlashAttention
             or model.rswa_window is not None
             or model.is_mm_prefix_lm
         )
+        if drafts is not None:
+            logger.info_once(
+                "oss_fused: a step that verifies drafts samples as in vLLM%s",
+                " and makes attention metadata, which the draft model reads"
+                if self.metadata_is_read
+                else "",
+            )
 
     def prepare_attn(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any

@@ -47,7 +47,9 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
     [
         ({}, False),
         ({"kv_transfer_config": 1}, True),
-        ({"speculative_config": 1}, True),
+        ({"speculative_config": SimpleNamespace(use_ngram=lambda: False)}, True),
+        # nothing reads it: drafts are looked up in the text
+        ({"speculative_config": SimpleNamespace(use_ngram=lambda: True)}, False),
         ({"rswa_window": 64}, True),
         ({"is_mm_prefix_lm": True}, True),
     ],

@@ -216,6 +216,7 @@ def test_options_are_for_the_served_model_not_for_its_draft(monkeypatch):
     stored = {"quant_method": "oss_fp8", "version": 1, "ignore": ["model.layers.0.mlp.down_proj"]}
     groups = {"g": {"targets": ["Linear"]}}
     ours = config.OssFp8Config(settings.from_checkpoint(stored | {"config_groups": groups}))
+    vllm_config.speculative_config, vllm_config.quant_config = object(), ours
     ours._read_options()
     assert ours.scheme_of("draft_model.model.layers.0.mlp.down_proj") is None
     assert ours.scheme_of("draft_model.model.layers.1.mlp.down_proj") is not None
