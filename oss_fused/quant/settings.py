@@ -83,6 +83,8 @@ class ServingOptions(BaseModel):
         monitor_every: sample the inputs of FP8 layers in one step in so many; 0 disables.
         monitor_policy: file that lists layers to serve with 16-bit activations; the monitor adds
             to it.
+        monitor_fallback: when a layer that saturates is switched: "restart" leaves it to the next
+            start, "now" lets the server go on with it, uncompiled.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -96,6 +98,7 @@ class ServingOptions(BaseModel):
     self_check: bool = False
     monitor_every: Annotated[int, Field(ge=0)] = 0
     monitor_policy: str | None = None
+    monitor_fallback: Literal["restart", "now"] = "restart"
 
     @field_validator("burst", mode="before")
     @classmethod
@@ -109,6 +112,15 @@ class ServingOptions(BaseModel):
         if self.burst != 1 and not self.short_step:
             raise ValueError(
                 f"burst={self.burst!r} with short_step=False: expected short_step=True"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_fallback_needs_the_monitor(self) -> ServingOptions:
+        if self.monitor_fallback == "now" and not (self.monitor_every and self.monitor_policy):
+            raise ValueError(
+                f"monitor_fallback='now' with monitor_every={self.monitor_every} and "
+                f"monitor_policy={self.monitor_policy!r}: expected a number of steps and a file"
             )
         return self
 

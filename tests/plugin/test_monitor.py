@@ -326,6 +326,122 @@ def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, policy,
 
 
 @pytest.mark.serve
+def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, engine):
+    """From the switch on the server gives what a start with those layers in the policy gives."""
+    options = {"oss_fused": {"monitor_every": 2, "monitor_policy": policy}}
+    now = {"oss_fused": options["oss_fused"] | {"monitor_fallback": "now"}}
+    model = calibrate(build(folder / "m", "llama"), inputs="tensor", input_scale=0.0005)
+    served = engine(model, additional_config=now)
+    layer = served.model.model.layers[0].self_attn.qkv_proj
+    first = served.generate()
+    deadline = time.monotonic() + 20
+    while not layer.quant_method.bits16_inputs and time.monotonic() < deadline:
+        served.generate()
+    assert layer.quant_method.bits16_inputs and not hasattr(layer, "_input_quant_key")
+    # the next sample tells
+    while metrics().get(("oss_fused:switched_layers", ""), 0) < 8 and time.monotonic() < deadline:
+        served.generate()
+    after = served.generate()
+    seen = metrics()
+    assert seen["oss_fused:switched_layers", ""] == seen["oss_fused:exact_input_layers", ""] == 8
+    assert len(bits16_layers(policy)) == 8
+    restarted = engine(model, additional_config=options).generate()
+    assert after == restarted != first
+
+
+class Ranks:
+    """vLLM's configuration, as far as a switch depends on it."""
+
+    def __init__(self, world_size=1, data_parallel_size=1, v2=True):
+        self.parallel_config = SimpleNamespace(
+            world_size=world_size, data_parallel_size=data_parallel_size
+        )
+        self.use_v2_model_runner = v2
+
+
+def test_a_switch_needs_one_rank_and_a_runner_that_leaves_its_graphs(monkeypatch):
+    from oss_fused.plugin.monitor.fallback import check_fallback
+
+    check_fallback(Ranks(v2=False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_fallback(Ranks())
+    for ranks in (Ranks(world_size=2), Ranks(data_parallel_size=2)):
+        with pytest.raises(SchemeError, match="'now' with 2 ranks: expected one rank"):
+            check_fallback(ranks)
+    with pytest.raises(SchemeError, match="'now' with vLLM's V1 model runner: expected the V2"):
+        check_fallback(Ranks(v2=False))
+
+
+def switching_monitor(policy, monkeypatch, static=True):
+    """A monitor that watches two layers, "a" and "b", and a step's graph choice."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    from oss_fused.plugin.monitor import watch
+
+    model = torch.nn.ModuleList([linear_layer("a"), linear_layer("b")])
+    model.do_not_compile = False
+    for layer in model:
+        layer._input_quant_key = "static"
+        layer.input_scale = 0.01 if static else None
+    watcher = watch.Monitor(1000, rank=0, policy=policy, fallback="now")
+    watcher.watch(model)
+    watcher.serving = True
+    monkeypatch.setattr(watch, "_monitor", watcher)
+
+    class Manager:
+        def dispatch(self, num_reqs, num_tokens):
+            return SimpleNamespace(cg_mode="full", num_active_loras=0, num_ubatches=1)
+
+    monkeypatch.setattr(cudagraph_utils, "ModelCudaGraphManager", Manager)
+    watch._sample_outside_graphs()
+    none = cudagraph_utils.CUDAGraphMode.NONE
+    return watcher, model, lambda: Manager().dispatch(1, 1).cg_mode == none
+
+
+SATURATED = np.array([[4.5, 4.5], [1.0, 1.0]], np.float32)
+
+
+def test_a_switch_leaves_the_graphs_and_survives_a_reload(policy, monkeypatch):
+    watcher, model, outside = switching_monitor(policy, monkeypatch)
+    watcher.statistics.add(np.ones((2, 2), np.float32), [2, 2])
+    watcher.end_step()
+    assert not outside() and not model[0].quant_method.bits16_inputs
+    watcher.statistics.add(SATURATED, [2, 2])
+    assert not outside() and not model.do_not_compile, "the step under way ends as it began"
+    watcher.end_step()
+    watcher.end_step()
+    assert outside() and model.do_not_compile
+    assert [layer.quant_method.bits16_inputs for layer in model] == [True, False]
+    assert [hasattr(layer, "_input_quant_key") for layer in model] == [False, True]
+    watcher.watch(model)
+    assert outside() and watcher.statistics.switched == watcher.statistics.bits16 == 1
+
+
+def test_only_what_16_bits_cure_is_switched(policy, monkeypatch):
+    """NaN comes from elsewhere, and a scale per token fits an outlier."""
+    watcher, model, outside = switching_monitor(policy, monkeypatch, static=False)
+    rows = np.array([[float("nan"), 1.0], [1.0, 1.0]], np.float32)
+    watcher.statistics.add(rows, [2, 2])
+    watcher.statistics.add(100 * np.ones((2, 2), np.float32), [2, 2])
+    watcher.end_step()
+    assert set(bits16_layers(policy)) == {"a", "b"}
+    assert not outside() and not any(layer.quant_method.bits16_inputs for layer in model)
+
+
+def test_no_switch_without_memory_for_it(policy, monkeypatch, caplog):
+    from oss_fused.plugin.monitor import fallback
+
+    monkeypatch.setattr(fallback, "_dequantised_fits", lambda weight: False)
+    monkeypatch.setattr(fallback.logger, "propagate", True, raising=False)
+    watcher, model, outside = switching_monitor(policy, monkeypatch)
+    watcher.statistics.add(SATURATED, [2, 2])
+    for _ in range(3):
+        watcher.end_step()
+    assert not outside() and not model[0].quant_method.bits16_inputs
+    assert caplog.text.count("keep FP8 activations until the next start: no memory") == 1
+
+
+@pytest.mark.serve
 def test_output_is_the_same_with_the_monitor(folder, policy, engine):
     model = calibrate(build(folder / "m", "gpt_oss"), experts="mxfp4", ignore=())
     plain = engine(model).generate()

@@ -139,6 +139,11 @@ def test_options_of_serving_hold_for_every_checkpoint():
         ({"monitor_every": -1}, "monitor_every=-1: .*greater than or equal to 0"),
         ({"monitor_every": True}, "monitor_every=True: .*integer"),
         ({"monitor_policy": 3}, "monitor_policy=3: .*string"),
+        ({"monitor_fallback": "soon"}, "monitor_fallback='soon': .*'restart' or 'now'"),
+        (
+            {"monitor_fallback": "now", "monitor_every": 9},
+            "with monitor_every=9 and monitor_policy=None: expected a number of steps and a file",
+        ),
     ],
 )
 def test_bad_options_of_serving(raw, message):

@@ -33,7 +33,8 @@ _COUNTERS = {
 }
 _AMAX = ("oss_fused:activation_amax", "Largest input magnitude in the last sample")
 _SAMPLES = ("oss_fused:monitor_samples", "Steps that the monitor looked at")
-_BITS16 = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations by policy")
+_BITS16 = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations")
+_SWITCHED = ("oss_fused:switched_layers", "Of them switched since the start, uncompiled since")
 
 
 @dataclass
@@ -87,7 +88,9 @@ def _folder() -> Path:
     return Path(envs.get(_DIR))
 
 
-def write_figures(rank: int, samples: int, bits16: int, layers: dict[str, LayerFigures]) -> None:
+def write_figures(
+    rank: int, samples: int, bits16: int, layers: dict[str, LayerFigures], switched: int = 0
+) -> None:
     """Replace this rank's file; a reader never sees half of one.
 
     Raises:
@@ -98,6 +101,7 @@ def write_figures(rank: int, samples: int, bits16: int, layers: dict[str, LayerF
         "rank": rank,
         "samples": samples,
         "bits16": bits16,
+        "switched": switched,
         "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
     }
     write_json(_folder() / f"rank{rank}.json", content)
@@ -126,7 +130,7 @@ class Collector:
         """One family per metric; none before the first sample."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _BITS16)}
+        kinds = {name: GaugeMetricFamily for name, _ in (_AMAX, _BITS16, _SWITCHED)}
         families: dict[str, Any] = {}
         for content in read_figures():
             for (name, meaning), labels, value in _samples(content):
@@ -142,6 +146,7 @@ def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
     rank = {"rank": str(content["rank"])}
     yield _SAMPLES, rank, content["samples"]
     yield _BITS16, rank, content["bits16"]
+    yield _SWITCHED, rank, content["switched"]
     for layer, figures in content["layers"].items():
         labels = {"layer": layer, **rank}
         for field, metric in {"amax": _AMAX, **_COUNTERS}.items():

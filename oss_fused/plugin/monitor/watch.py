@@ -27,6 +27,7 @@ from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.plugin.monitor.fallback import Fallback, check_fallback
 from oss_fused.plugin.monitor.metrics import LayerFigures, write_figures
 from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
 from oss_fused.quant.formats import E4M3
@@ -70,6 +71,9 @@ class Statistics:
             for name, limit in zip(names, limits)
         }
         self.bits16, self.policy = bits16, policy
+        # layers that a static scale does not fit: 16-bit activations cure this at once
+        self.saturating: dict[str, str] = {}
+        self.switched = 0
         # layers that have no form with 16-bit activations
         self.fp8_only: set[str] = set()
         self.limits, self.rank = limits, rank
@@ -93,7 +97,9 @@ class Statistics:
         # what follows a NaN is full of it: the first layer is where to look
         first = dict(list(faults["NaN or Inf"].items())[:1])
         self._warn(faults)
-        write_figures(self.rank, self.samples, self.bits16, self.layers)
+        # a new dict: the thread that runs the model reads the old one meanwhile
+        self.saturating = self.saturating | faults["saturation"]
+        write_figures(self.rank, self.samples, self.bits16, self.layers, self.switched)
         bad = first | faults["saturation"] | faults["outliers"]
         bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
         if bad and self.policy:
@@ -160,14 +166,18 @@ class Monitor:
         serving: start-up is over; the steps before it are made up.
     """
 
-    def __init__(self, every: int, rank: int, policy: str | None = None) -> None:
+    def __init__(
+        self, every: int, rank: int, policy: str | None = None, fallback: str = "restart"
+    ) -> None:
         """Watch nothing yet."""
-        self.every, self.rank, self.policy = every, rank, policy
+        self.every, self.rank, self.policy, self.fallback = every, rank, policy, fallback
         self.sampling = self.serving = False
         self._steps = 0
         # as the layers were made: what the file gets from now on holds for the next start
         self._bits16 = frozenset(bits16_layers(policy))
         self._index: dict[int, int] = {}
+        self.statistics = Statistics([], [], rank)
+        self._fallback: Fallback | None = None
         self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
 
     def watch(self, model: Any) -> None:
@@ -200,9 +210,16 @@ class Monitor:
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
-        bits16 = len(self._bits16 & set(names))
+        switched = self.statistics.switched  # of before a reload
+        bits16 = len(self._bits16 & set(names)) + switched
         self.statistics = Statistics(names, limits, self.rank, bits16, self.policy)
-        self.statistics.fp8_only = fp8_only
+        self.statistics.fp8_only, self.statistics.switched = fp8_only, switched
+        self._fallback = Fallback(model) if self.fallback == "now" else None
+
+    @property
+    def outside_graphs(self) -> bool:
+        """Whether the next step must run its operators one by one."""
+        return self.sampling or self.statistics.switched > 0
 
     def stop(self) -> None:
         """Watch nothing any more."""
@@ -235,6 +252,10 @@ class Monitor:
         if not self.serving:
             return
         self._steps += 1
+        if self._fallback is not None and self.statistics.saturating:
+            switched = self._fallback.switch(self.statistics.saturating, str(self.policy))
+            self.statistics.switched += switched
+            self.statistics.bits16 += switched
         if self.sampling:
             self._send()
         elif self._steps % self.every == 0:
@@ -283,16 +304,23 @@ def current() -> Monitor | None:
 def install(model: Any, vllm_config: VllmConfig, options: ServingOptions) -> None:
     """Watch ``model``, which has its weights, if ``options`` say so."""
     global _monitor
-    every, policy = options.monitor_every, options.monitor_policy
+    every, policy, fallback = (
+        options.monitor_every,
+        options.monitor_policy,
+        options.monitor_fallback,
+    )
     if not every:
         return
+    if fallback == "now":
+        check_fallback(vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         logger.warning("oss_fused monitor: is off with pipeline parallelism")
         return
-    if _monitor is None or (_monitor.every, _monitor.policy) != (every, policy):
+    known = _monitor and (_monitor.every, _monitor.policy, _monitor.fallback)
+    if _monitor is None or known != (every, policy, fallback):
         rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        _monitor = Monitor(every, rank, policy)
+        _monitor = Monitor(every, rank, policy, fallback)
     _monitor.watch(model)
     for name in ("compute_logits", "compute_logits_local"):
         method = getattr(model, name, None)
@@ -345,7 +373,7 @@ def _sample_outside_graphs() -> None:
     @functools.wraps(dispatch)
     def choose(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         chosen = dispatch(self, num_reqs, num_tokens, *args, **kwargs)
-        if _monitor is None or not _monitor.sampling:
+        if _monitor is None or not _monitor.outside_graphs:
             return chosen
         return cudagraph_utils.BatchExecutionDescriptor(
             cg_mode=cudagraph_utils.CUDAGraphMode.NONE,

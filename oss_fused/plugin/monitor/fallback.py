@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: MIT
+"""Linear layers that go on with 16-bit activations while the server runs.
+
+The option ``monitor_fallback="now"`` asks for it. Activations are quantised inside compiled and
+captured graphs, so the model leaves both: from the switch on it runs uncompiled. The layers
+compute what the next start would compute with them in the policy: W8A16.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Set
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from oss_fused.errors import SchemeError
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+
+logger = init_logger(__name__)
+
+
+def check_fallback(vllm_config: VllmConfig) -> None:
+    """Refuse a server in which some ranks or steps would stay in their graphs.
+
+    Raises:
+        SchemeError: several ranks, or vLLM's V1 model runner on a GPU.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = parallel.world_size * parallel.data_parallel_size
+    if ranks > 1:
+        raise SchemeError(
+            f"monitor_fallback='now' with {ranks} ranks: expected one rank, or 'restart': ranks "
+            f"in graphs and ranks outside them exchange tensors of different sizes"
+        )
+    if torch.cuda.is_available() and not vllm_config.use_v2_model_runner:
+        raise SchemeError(
+            "monitor_fallback='now' with vLLM's V1 model runner: expected the V2 runner, or "
+            "'restart': V1 replays full CUDA graphs whatever a layer is set to"
+        )
+
+
+class Fallback:
+    """Switches layers of one model."""
+
+    def __init__(self, model: Any) -> None:
+        """Switch nothing yet; does not keep ``model`` alive."""
+        self._model = weakref.ref(model)
+        self._asked: frozenset[str] = frozenset()
+
+    def switch(self, wanted: dict[str, str], policy: str) -> int:
+        """Give the linear layers named in ``wanted`` 16-bit activations; call it between steps.
+
+        Args:
+            wanted: name -> reason; a name is looked at once.
+            policy: the file that lists them, for the log.
+
+        Returns:
+            How many layers were switched.
+        """
+        model = self._model()
+        if model is None or wanted.keys() <= self._asked:
+            return 0
+        layers = _quantising(model, wanted.keys() - self._asked)
+        self._asked |= wanted.keys()
+        if not layers:
+            return 0
+        largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
+        if not _dequantised_fits(largest):
+            logger.warning(
+                "oss_fused monitor: %d layers keep FP8 activations until the next start: no "
+                "memory for a weight of %s in 16 bits.",
+                len(layers),
+                list(largest.shape),
+            )
+            return 0
+        for layer in layers.values():
+            layer.quant_method.bits16_inputs = True
+            # norms and activations read it in every uncompiled step
+            if hasattr(layer, "_input_quant_key"):
+                del layer._input_quant_key
+        for module in model.modules():
+            if hasattr(module, "do_not_compile"):
+                module.do_not_compile = True
+        first = next(iter(layers))
+        logger.warning(
+            "oss_fused monitor: %d layers run with 16-bit activations from this step on; the "
+            "first is %s: %s. The model runs uncompiled, which is slower, until the next start, "
+            "which reads the layers from %s.",
+            len(layers),
+            first,
+            wanted[first],
+            policy,
+        )
+        return len(layers)
+
+
+def _quantising(model: Any, wanted: Set[str]) -> dict[str, Any]:
+    """Name -> layer of ``model`` in ``wanted`` that still quantises its input."""
+    found = {}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        quantises = isinstance(method, OssFp8LinearMethod) and not method.bits16_inputs
+        if quantises and method.prefix in wanted:
+            found[method.prefix] = module
+    return found
+
+
+def _dequantised_fits(weight: torch.Tensor) -> bool:
+    """Whether a GPU has room for ``weight`` in 16 bits, which W8A16 makes at every call."""
+    if not weight.is_cuda:
+        return True
+    free = torch.cuda.mem_get_info(weight.device)[0]
+    cached = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    return 2 * weight.numel() < free + cached
