@@ -129,8 +129,9 @@ def memory_gib() -> float:
 
 def describe(environment: dict[str, Any]) -> str:
     """One line for a report: device, versions, commit."""
-    devices = [gpu["name"] for gpu in environment["gpus"]]
-    device = ", ".join(devices) or f"{environment['cpu']} ({environment['cpu_count']} cores)"
+    devices = Counter(gpu["name"] for gpu in environment["gpus"])
+    device = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in devices.items())
+    device = device or f"{environment['cpu']} ({environment['cpu_count']} cores)"
     versions = environment["versions"]
     names = ("vllm", "torch", "triton", "oss-fused")
     software = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))

@@ -102,8 +102,9 @@ def _quantising(model: Any, wanted: Set[str]) -> dict[str, Any]:
     found = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        quantises = isinstance(method, OssFp8LinearMethod) and not method.bits16_inputs
-        if quantises and method.prefix in wanted:
+        if not isinstance(method, OssFp8LinearMethod) or method.bits16_inputs:
+            continue
+        if method.prefix in wanted:
             found[method.prefix] = module
     return found
 
