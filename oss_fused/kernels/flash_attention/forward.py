@@ -79,7 +79,7 @@ def _attend(
     window,
     drop,
     EDGE: tl.constexpr,
-    P: tl.constexpr,
+    P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -112,7 +112,7 @@ def _attend(
 
 
 @triton.jit
-def _queries(q, scales, first, P: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.constexpr):
+def _queries(q, scales, first, P, ROUND: tl.constexpr, DTYPE: tl.constexpr):
     """The tile of queries; FP8 scales of q and of k are multiplied in and rounded once."""
     x = load_tile(q, first, 0, P.dim, P.block_m, P.block_d, True, DTYPE)
     if (scales.q is not None) or (scales.k is not None):
@@ -130,7 +130,7 @@ def _queries(q, scales, first, P: tl.constexpr, ROUND: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def _nothing(sinks, h, P: tl.constexpr):
+def _nothing(sinks, h, P):
     """Sum of values, sum of weights and maximum of no key, or of a head's sink."""
     best = tl.full([P.block_m], float("-inf"), tl.float32)
     total = tl.zeros([P.block_m], tl.float32)
@@ -141,7 +141,7 @@ def _nothing(sinks, h, P: tl.constexpr):
 
 
 @triton.jit
-def _store(result, scales, sums, row0, first, queries, column, factor, P: tl.constexpr):
+def _store(result, scales, sums, row0, first, queries, column, factor, P):
     acc, total, best = sums
     m = first + tl.arange(0, P.block_m)
     cols = column + tl.arange(0, P.block_dv)
@@ -180,7 +180,7 @@ def _flash_attention_kernel(
     scale,
     window,
     drop,
-    P: tl.constexpr,
+    P,
     ROUND_Q: tl.constexpr,
     ROUND_V: tl.constexpr,
     DTYPE: tl.constexpr,

@@ -40,7 +40,7 @@ def _dkv_part(
     window,
     drop,
     EDGE: tl.constexpr,
-    P: tl.constexpr,
+    P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -105,7 +105,7 @@ def dkv_kernel(
     scale,
     window,
     drop,
-    P: tl.constexpr,
+    P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):

@@ -37,7 +37,7 @@ def _dq_part(
     window,
     drop,
     EDGE: tl.constexpr,
-    P: tl.constexpr,
+    P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -81,7 +81,7 @@ def dq_kernel(
     scale,
     window,
     drop,
-    P: tl.constexpr,
+    P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):

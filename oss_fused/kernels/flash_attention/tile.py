@@ -56,7 +56,8 @@ class Program(NamedTuple):
 
     Query heads, and those that share a KV head; head sizes of q and of v, and columns of either in
     a tile; the options that are on; a tile's queries and keys; tiles in flight; whether tiles
-    divide the rows.
+    divide the rows. A kernel's argument has a constexpr of each, and is none itself: what Triton
+    3.6 reads from a constexpr tuple are Python numbers, which it cannot pass on.
     """
 
     heads: int
@@ -143,7 +144,7 @@ def scores(
 
 @triton.jit
 def bias_and_hide(
-    logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P: tl.constexpr
+    logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P
 ):
     """Logits less ``slope * |m - n|``, -inf where hidden; m and n broadcast to the tile."""
     queries, keys = sizes
@@ -166,7 +167,7 @@ def bias_and_hide(
 
 
 @triton.jit
-def key_range(first, keys, window, P: tl.constexpr):
+def key_range(first, keys, window, P):
     """Keys that queries [first, first + block_m) see: begin, those that all see, end."""
     begin = first * 0
     full_begin = begin
@@ -189,7 +190,7 @@ def key_range(first, keys, window, P: tl.constexpr):
 
 
 @triton.jit
-def query_range(first, sizes, window, P: tl.constexpr):
+def query_range(first, sizes, window, P):
     """Queries that see keys [first, first + block_n): begin, those that see all, end."""
     queries, keys = sizes
     begin = first * 0
@@ -312,8 +313,10 @@ def program(
     )
 
 
+@functools.cache
 def with_tiles(program: Program, tiles: Tiles, even: bool) -> Program:
-    """``program`` for ``tiles``; ``even``: they divide the rows that a loop walks over."""
-    return program._replace(
+    """The argument: ``program`` for ``tiles``; ``even``: they divide the rows of a loop."""
+    values = program._replace(
         block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, even=even
     )
+    return Program(*map(tl.constexpr, values))
