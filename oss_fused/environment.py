@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path

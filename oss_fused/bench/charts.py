@@ -17,6 +17,8 @@ COLOURS = (
     *("#8a8f98", "#7f3c8d"),
 )
 MARKERS = "os^Dv<>PX*"
+# series that have the second colour in every chart, whatever stands beside them
+_OURS = ("oss_fp8", "oss_fused")
 _PITCH = 0.8  # of a group's bars, in units of the distance between groups
 
 
@@ -47,6 +49,15 @@ def legend_beside(axis: Any, handles: Sequence[Any] | None = None) -> None:
     axis.legend(**given, **place, frameon=False, fontsize=8)
 
 
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """Name -> colour of its series."""
+    ours = next((name for name in names if name in _OURS), "")
+    others = [c for c in COLOURS if not ours or c != COLOURS[1]]
+    rest = [name for name in names if name != ours]
+    chosen = {name: others[number % len(others)] for number, name in enumerate(rest)}
+    return chosen | ({ours: COLOURS[1]} if ours else {})
+
+
 def groups(
     labels: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
@@ -69,13 +80,14 @@ def groups(
     """
     figure, axis = panel(max(5.2, 1.8 + 0.3 * len(labels) * max(2, len(series))))
     width = _PITCH / len(series)
+    chosen = colours(list(series))
     for index, (name, values) in enumerate(series.items()):
         drawn = [(i, value) for i, value in enumerate(values) if value is not None]
         at = [i + width * (index + 0.5) - _PITCH / 2 for i, _ in drawn]
         heights = [value for _, value in drawn]
         above = [max((tops[name][i] or 0.0) - value, 0.0) for i, value in drawn] if tops else None
         error = [[0.0] * len(heights), above] if above else None
-        style = {"label": name, "color": COLOURS[index % len(COLOURS)], "capsize": 2}
+        style = {"label": name, "color": chosen[name], "capsize": 2}
         if log:
             axis.errorbar(at, heights, error, fmt=MARKERS[index % len(MARKERS)], ms=5, **style)
         else:
@@ -188,11 +200,11 @@ def roofline(
         ys = [min(peak, x * bandwidth_gbps / 1e3) for x in xs]
         label = f"roof: {peak:.0f} TFLOP/s {name}, {bandwidth_gbps / 1e3:.2f} TB/s"
         axis.plot(xs, ys, style, color="#333333", lw=1, label=label)
+    chosen = colours(kernels)
     for kernel, problem, intensity, tflops in drawn:
-        colour = COLOURS[kernels.index(kernel) % len(COLOURS)]
         number = problems.index(problem) if problem in problems else kernels.index(kernel)
         marker = MARKERS[number % len(MARKERS)]
-        axis.plot([intensity], [tflops], marker, ms=6, color=colour, alpha=0.75, mew=0)
+        axis.plot([intensity], [tflops], marker, ms=6, color=chosen[kernel], alpha=0.75, mew=0)
     axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
     axis.grid(alpha=0.25)
     legend_beside(axis, [*axis.get_legend_handles_labels()[0], *_keys(axis, kernels, problems)])
@@ -202,9 +214,9 @@ def roofline(
 def _keys(axis: Any, kernels: Sequence[str], problems: Sequence[str]) -> list[Any]:
     """Legend entries: a colour per kernel, then a marker per problem."""
     keys = []
-    for number, kernel in enumerate(kernels):
+    for number, (kernel, colour) in enumerate((k, colours(kernels)[k]) for k in kernels):
         marker = "s" if problems else MARKERS[number % len(MARKERS)]
-        keys += axis.plot([], [], marker, color=COLOURS[number % len(COLOURS)], label=kernel)
+        keys += axis.plot([], [], marker, color=colour, label=kernel)
     for number, problem in enumerate(problems):
         marker = MARKERS[number % len(MARKERS)]
         keys += axis.plot([], [], marker, color="#8a8f98", label=problem)

@@ -19,11 +19,12 @@ padding:1em 1.5em;
 max-width:76em}
 h1{font-size:1.6em}h2{font-size:1.25em;margin-top:1.8em;border-bottom:1px solid #ddd}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9em;margin:.6em 0}
-td,th{padding:.25em .7em;border-bottom:1px solid #e2e2e2;text-align:left;white-space:nowrap}
+td,th{padding:.25em .55em;border-bottom:1px solid #e2e2e2;text-align:left;white-space:nowrap}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}th{background:#f5f6f7}
 td b{background:#e2f2e2;padding:0 .25em}td.long{white-space:normal;min-width:18em}
-.charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0;flex:0 1 auto;max-width:100%}
-img{max-width:100%;height:auto}code{background:#f5f6f7;overflow-wrap:anywhere}
+.charts{display:flex;flex-wrap:wrap;gap:1em}
+figure{margin:0;flex:0 1 auto;max-width:100%;overflow-x:auto}
+img{max-width:100%;min-width:30em;height:auto}code{background:#f5f6f7;overflow-wrap:anywhere}
 """
 # cells of a column of figures: a number, with what may stand around it; or nothing
 _NUMBER = re.compile(r"[-+~]?[\d.,]+[%x]?( (to |noisy|not |\*|[(\[/]).*)?|-|")

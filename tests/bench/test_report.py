@@ -105,3 +105,11 @@ def test_the_same_chart_gives_the_same_bytes():
     series = {"a": [(0, 1.0), (1, 2.0)]}
     made = [charts.lines(series, "run", "ms") for _ in range(2)]
     assert made[0] == made[1] and made[0].startswith(b"\x89PNG")
+
+
+def test_own_series_has_one_colour_in_every_chart():
+    two, three = charts.colours(["baseline", "oss_fp8"]), charts.colours(["a", "b", "oss_fp8"])
+    assert two["oss_fp8"] == three["oss_fp8"] == charts.colours(["oss_fused", "a"])["oss_fused"]
+    for chosen in (two, three, charts.colours([*"abcdefghi", "oss_fp8"])):
+        assert len(set(chosen.values())) == len(chosen)
+    assert list(charts.colours(["a", "b"]).values()) == list(charts.COLOURS[:2])

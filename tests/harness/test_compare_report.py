@@ -204,3 +204,9 @@ def test_fingerprint_is_json_and_names_versions() -> None:
     assert found["timestamp"].endswith("+00:00")
     assert found["oss_fused"].keys() >= {"OSS_FUSED_BACKEND"}
     assert "commit" in environment.describe(found)
+
+
+def test_equal_gpus_are_counted() -> None:
+    found = environment.fingerprint()
+    found["gpus"] = [{"name": name} for name in ("A", "A", "B")]
+    assert environment.describe(found).startswith("2 x A, B; ")
