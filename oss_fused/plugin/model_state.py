@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from oss_fused.layers.vllm.attention import OssAttentionImpl
+from oss_fused.layers.vllm.attention import MOST_QUERIES, OssAttentionImpl
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 
 logger = init_logger(__name__)
@@ -45,14 +45,15 @@ class OssModelState(DefaultModelState):
             # a connector or a draft model reads the metadata of every step
             vllm_config.kv_transfer_config is not None
             or (drafts is not None and not drafts.use_ngram())
-            # decode steps that OssAttentionImpl leaves to FlashAttention
+            # decode steps that OssAttentionImpl leaves to FlashAttention, which plans each step
+            or (drafts is not None and drafts.num_speculative_tokens >= MOST_QUERIES)
             or model.rswa_window is not None
             or model.is_mm_prefix_lm
         )
         if drafts is not None:
             logger.info_once(
                 "oss_fused: a step that verifies drafts samples as in vLLM%s",
-                " and makes attention metadata, which the draft model reads"
+                " and makes attention metadata, which the draft model or FlashAttention reads"
                 if self.metadata_is_read
                 else "",
             )

@@ -42,14 +42,20 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
     assert got == ({} if left_out else {"layer": 1})
 
 
+def drafts(number, ngram=True):
+    return SimpleNamespace(num_speculative_tokens=number, use_ngram=lambda: ngram)
+
+
 @pytest.mark.parametrize(
     ("changes", "read"),
     [
         ({}, False),
         ({"kv_transfer_config": 1}, True),
-        ({"speculative_config": SimpleNamespace(use_ngram=lambda: False)}, True),
+        ({"speculative_config": drafts(1, ngram=False)}, True),
         # nothing reads it: drafts are looked up in the text
-        ({"speculative_config": SimpleNamespace(use_ngram=lambda: True)}, False),
+        ({"speculative_config": drafts(7)}, False),
+        # more query tokens than the native kernel takes: FlashAttention plans each step
+        ({"speculative_config": drafts(8)}, True),
         ({"rswa_window": 64}, True),
         ({"is_mm_prefix_lm": True}, True),
     ],

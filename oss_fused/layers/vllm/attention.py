@@ -28,7 +28,7 @@ FP8 = torch.float8_e4m3fn
 # positions up to which the kernel is faster with large FP8 heads
 _SHORT = 2048
 # tokens of one sequence in a decode batch; steps that verify more drafts run FlashAttention
-_MOST_QUERIES = 8
+MOST_QUERIES = 8
 
 logger = init_logger(__name__)
 
@@ -149,13 +149,13 @@ def _queries(vllm_config: VllmConfig) -> int:
     """Tokens per sequence up to which steps run decode_attention."""
     speculative = vllm_config.speculative_config
     queries = 1 if speculative is None else 1 + speculative.num_speculative_tokens
-    if queries <= _MOST_QUERIES:
+    if queries <= MOST_QUERIES:
         return queries
     logger.warning_once(
         "oss_fused: num_speculative_tokens=%d: steps that verify more than %d drafts run "
         "FlashAttention",
         queries - 1,
-        _MOST_QUERIES - 1,
+        MOST_QUERIES - 1,
     )
     return 1
 
