@@ -173,6 +173,7 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add("--summary", type=Path, help="flat JSON to merge ratios into")
     add("--summary-prefix", help="name before .tpot_ratio_c1 etc., such as main_job.gpt_oss_20b")
     add("--summary-key", default="ratio_c", help="name before the concurrency (default: ratio_c)")
+    add("--summary-rate", help="name before it of the arm's output tokens/s (default: left out)")
     add("--summary-arm", help="the arm of those ratios (default: the first that is no baseline)")
     add(
         "--render",
@@ -382,7 +383,8 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
         return
     baselines = results.get("baselines") or list(results["arms"])[:1]
     arm = args.summary_arm or next(name for name in results["arms"] if name not in baselines)
-    figures = summary.named_ratios(results["cells"], arm, args.summary_prefix, args.summary_key)
+    names = args.summary_prefix, args.summary_key, args.summary_rate
+    figures = summary.named_ratios(results["cells"], arm, *names)
     summary.merge_summary(args.summary, figures, file)
     for name, figure in figures.items():
         print(f"{name} = {figure}", file=sys.stderr)

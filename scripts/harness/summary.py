@@ -106,7 +106,11 @@ def _ratio(
 
 
 def named_ratios(
-    cells: Sequence[Mapping[str, Any]], candidate: str, prefix: str, key: str = "ratio_c"
+    cells: Sequence[Mapping[str, Any]],
+    candidate: str,
+    prefix: str,
+    key: str = "ratio_c",
+    rate: str | None = None,
 ) -> dict[str, float]:
     """Ratios under flat names: ``<prefix>.tpot_<key><concurrency>``, ``ttft_...``, and throughput.
 
@@ -118,6 +122,7 @@ def named_ratios(
         candidate: the arm.
         prefix: such as ``main_job.gpt_oss_20b``.
         key: what stands before the concurrency.
+        rate: the same for the candidate's output tokens per second; None leaves them out.
     """
     first = (cells[0]["input_len"], cells[0]["output_len"])
     named = {}
@@ -131,6 +136,9 @@ def named_ratios(
             if figure in arm["ratios"] and (steady or figure == "p50_tpot_ms"):
                 ratio = round(arm["ratios"][figure]["median"], 4)
                 named[f"{prefix}.{kind}{key}{cell['concurrency']}{suffix}"] = ratio
+        if rate:
+            name = f"{prefix}.{rate}{cell['concurrency']}{suffix}"
+            named[name] = round(arm["figures"]["output_throughput"], 1)
     return named
 
 

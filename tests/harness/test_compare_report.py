@@ -132,6 +132,13 @@ def test_an_unsteady_first_token_is_no_headline(
     ]
 
 
+def test_tokens_per_second_are_named_where_asked_for() -> None:
+    cells = summary.condense(MEASURED, ["a", "b"])
+    named = summary.named_ratios(cells[:1], "b", "spec.x", "speedup_b", "tokens_per_s_b")
+    rate = cells[0]["arms"]["b"]["figures"]["output_throughput"]
+    assert named["spec.x.speedup_b1"] == 1.25 and named["spec.x.tokens_per_s_b1"] == rate
+
+
 def test_summary_is_merged_flat(tmp_path: Path) -> None:
     path = tmp_path / "h200" / "summary.json"
     cells = summary.condense(MEASURED, ["a", "b"])
