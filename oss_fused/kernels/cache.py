@@ -30,9 +30,13 @@ class Heads(NamedTuple):
     v: Any
 
 
-def paged_cache(cache: torch.Tensor) -> PagedCache:
-    """The kernel argument of ``cache`` [blocks, page_size, heads, D] with unit stride along D."""
-    return PagedCache(cache, cache.shape[1], cache.stride(0), cache.stride(1), cache.stride(2))
+def paged_cache(cache: torch.Tensor, constant: bool = False) -> PagedCache:
+    """The kernel argument of ``cache`` [blocks, page_size, heads, D] with unit stride along D.
+
+    constant: the kernel is compiled for this page size, and finds a page without a division.
+    """
+    page_size = tl.constexpr(cache.shape[1]) if constant else cache.shape[1]
+    return PagedCache(cache, page_size, cache.stride(0), cache.stride(1), cache.stride(2))
 
 
 @triton.jit

@@ -22,6 +22,8 @@ from oss_fused.kernels.numerics import round_to
 
 # up to so many tokens, heads are spread over CTAs in small groups to fill the machine
 _FEW_TOKENS = 64
+# from so many on, a CTA has four warps: a thread then holds 16 values instead of 64
+_MANY_TOKENS = 512
 
 
 class _Columns(NamedTuple):
@@ -137,8 +139,10 @@ def _rope_kv_kernel(
 
 
 def _config(tokens: int, pairs: int) -> tuple[int, int]:
-    """Heads of a CTA, and its warps: one warp with 1024 pairs where tokens fill the machine."""
-    return (4, 1) if tokens <= _FEW_TOKENS else (max(1024 // pairs, 1), 1)
+    """Heads of a CTA, and its warps: 1024 pairs where tokens fill the machine."""
+    if tokens <= _FEW_TOKENS:
+        return 4, 1
+    return max(1024 // pairs, 1), 4 if tokens >= _MANY_TOKENS else 1
 
 
 def rope_kv(
@@ -178,8 +182,8 @@ def rope_kv(
         positions,
         cos_sin_cache,
         q,
-        paged_cache(key_cache),
-        paged_cache(value_cache),
+        paged_cache(key_cache, constant=True),
+        paged_cache(value_cache, constant=True),
         slot_mapping,
         Heads(q_scale, k_scale, v_scale),
         Heads(q_norm, k_norm, None),
