@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.plugin.step_graphs import use_whole_graphs
 from oss_fused.quant.settings import LONGEST_BURST
 
 Sampled = tuple[SamplerOutput, torch.Tensor, torch.Tensor]
@@ -40,20 +41,27 @@ class BurstRunner(GPUModelRunner):
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def initialize_kv_cache(self, *args: Any, **options: Any) -> None:
-        """As GPUModelRunner; compiles what bursts launch, before a request waits for it."""
+        """As GPUModelRunner; compiles what bursts launch, before a request waits for it.
+
+        It also decides which CUDA graphs are recorded (step_graphs.py), before they are.
+        """
         super().initialize_kv_cache(*args, **options)
+        use_whole_graphs(self)
         self._warm_up()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
         """As GPUModelRunner; remembers how many tokens each request decodes."""
         self.burst = getattr(scheduler_output, "burst", 1)
+        # of a dummy step, which has no inputs to prepare, nothing is known
+        self.model_state.decodes = False
         return super().execute_model(scheduler_output, *args, **options)
 
     def prepare_inputs(
         self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> Any:
-        """As GPUModelRunner; remembers the graph."""
+        """As GPUModelRunner; remembers the graph, and tells the model state what it holds."""
         self._desc = batch_desc
+        self.model_state.decodes = batch_desc.uniform_token_count is not None
         return super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )

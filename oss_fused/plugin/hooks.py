@@ -113,8 +113,10 @@ CALLED = {
     "vllm.v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
     "vllm.v1.worker.gpu_worker:Worker.execute_model": "scheduler_output",
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
+    f"{_WORKER}.attn_utils:get_attn_cg_support": "attn_groups, vllm_config",
     f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor": (
-        "cg_mode=0, num_tokens=0, num_reqs=0, num_active_loras=0, num_ubatches=0"
+        "cg_mode=0, num_tokens=0, num_reqs=0, uniform_token_count=0, num_active_loras=0, "
+        "num_ubatches=0"
     ),
     f"{_WORKER}.sample.output:SamplerOutput": (
         "sampled_token_ids=0, logprobs_tensors=0, num_nans=0, num_sampled=0, num_rejected=0"
@@ -253,7 +255,7 @@ READ = {
         "num_lookahead_tokens parallel_config quant_config scheduler_config speculative_config "
         "use_v2_model_runner"
     ),
-    "vllm.config.compilation:CUDAGraphMode": "FULL NONE mixed_mode",
+    "vllm.config.compilation:CUDAGraphMode": "FULL FULL_AND_PIECEWISE NONE PIECEWISE mixed_mode",
     "vllm.config.compilation:CompilationConfig": (
         "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
     ),
@@ -262,10 +264,12 @@ READ = {
         "quantization revision rswa_window runner_type trust_remote_code"
     ),
     "vllm.config.parallel:ParallelConfig": (
-        "data_parallel_rank pipeline_parallel_size rank use_ubatching worker_cls world_size"
+        "data_parallel_rank data_parallel_size decode_context_parallel_size "
+        "pipeline_parallel_size prefill_context_parallel_size rank use_ubatching worker_cls "
+        "world_size"
     ),
     "vllm.config.scheduler:SchedulerConfig": (
-        "async_scheduling max_num_batched_tokens scheduler_cls"
+        "async_scheduling max_num_batched_tokens max_num_seqs scheduler_cls"
     ),
     "vllm.envs:VLLM_BATCH_INVARIANT": "",
     f"{_LAYERS}.activation:SiluAndMul": "",
@@ -320,6 +324,7 @@ READ = {
         "device_name get_device_capability get_device_name is_cpu is_cuda is_device_capability"
     ),
     "vllm.utils.torch_utils:LayerNameType": "",
+    "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
         "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
@@ -329,6 +334,7 @@ READ = {
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
         "rswa_prefix_lens seq_lens"
     ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "max_cudagraph_size",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
@@ -359,6 +365,9 @@ READ = {
     "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
+    f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
+        "_candidates _capture_descs cudagraph_mode max_num_reqs"
+    ),
     f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
         "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "

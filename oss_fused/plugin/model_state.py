@@ -35,7 +35,14 @@ logger = init_logger(__name__)
 
 
 class OssModelState(DefaultModelState):
-    """vLLM's state of a decoder, with fewer host operations per decode step."""
+    """vLLM's state of a decoder, with fewer host operations per decode step.
+
+    Attributes:
+        metadata_is_read: something besides decode attention reads a decode step's metadata.
+        decodes: a graph that is replayed holds decode steps only.
+    """
+
+    decodes = True
 
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
@@ -65,7 +72,8 @@ class OssModelState(DefaultModelState):
         replayed = cudagraph_mode == CUDAGraphMode.FULL and not kwargs.get("for_capture")
         # graphs of mixed batches run FlashAttention
         mode = self.vllm_config.compilation_config.cudagraph_mode
-        if replayed and not self.metadata_is_read and mode.mixed_mode() != CUDAGraphMode.FULL:
+        decodes = self.decodes and mode.mixed_mode() != CUDAGraphMode.FULL
+        if replayed and decodes and not self.metadata_is_read:
             return {}
         return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
 

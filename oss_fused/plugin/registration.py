@@ -24,10 +24,6 @@ MODEL_CLASSES = {
     "Qwen3ForCausalLM": "OssQwen3ForCausalLM",
 }
 
-# tokens of the largest step that replays CUDA graphs: vLLM's own number for gpt-oss. With 512,
-# Llama's time to first token at 8 concurrent requests is longer (docs/decode.md)
-GRAPH_TOKENS = 1024
-
 SCHEDULER = "oss_fused.plugin.scheduler.make_scheduler"
 
 # Python's own, which needs nothing of vLLM
@@ -150,26 +146,29 @@ def prepare_server(vllm_config: VllmConfig) -> None:
         _or_warn(_register_monitor)
     if options.short_step:
         shorten_steps(vllm_config)
-        if options.burst != 1:
-            choose_worker(vllm_config)
+        choose_worker(vllm_config, options.burst)
 
 
 def shorten_steps(vllm_config: VllmConfig) -> None:
     """Reduce the host work per step, unless the user chose otherwise.
 
-    Selects the scheduler of plugin/scheduler.py, and CUDA graphs for up to GRAPH_TOKENS tokens.
+    Selects the scheduler of plugin/scheduler.py, and the CUDA graphs of plugin/step_graphs.py.
     """
+    from oss_fused.plugin.step_graphs import graph_sizes
+
     scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
     # with drafts vLLM adds sizes of its own, unless the largest one is given
     if chosen == (None, None) and vllm_config.speculative_config is None:
-        graphs.max_cudagraph_capture_size = min(GRAPH_TOKENS, scheduler.max_num_batched_tokens)
+        graphs.cudagraph_capture_sizes = graph_sizes(
+            scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        )
 
 
-def choose_worker(vllm_config: VllmConfig) -> None:
-    """Select the worker of bursts (plugin/burst_runner.py), unless the user chose another one."""
+def choose_worker(vllm_config: VllmConfig, burst: int | str) -> None:
+    """Select the worker of plugin/burst_runner.py, unless the user chose another one."""
     from vllm.platforms import current_platform
 
     from oss_fused.plugin.burst import WORKER, say_single
@@ -177,14 +176,16 @@ def choose_worker(vllm_config: VllmConfig) -> None:
 
     parallel = vllm_config.parallel_config
     if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
-        say_single("--scheduler-cls")
+        if burst != 1:
+            say_single("--scheduler-cls")
     elif (
         parallel.worker_cls == "auto"
         and current_platform.is_cuda()
         and vllm_config.model_config.runner_type != "pooling"
     ):
         parallel.worker_cls = WORKER
-        count_bursts()
+        if burst != 1:
+            count_bursts()
 
 
 def _add_to_settings(

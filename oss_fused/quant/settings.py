@@ -94,7 +94,7 @@ class ServingOptions(BaseModel):
     attention_kernels: Literal["auto", "vllm"] = "auto"
     fused_layers: bool = True
     short_step: bool = True
-    burst: int | str = 1
+    burst: int | str = "auto"
     self_check: bool = False
     monitor_every: Annotated[int, Field(ge=0)] = 0
     monitor_policy: str | None = None
@@ -109,7 +109,8 @@ class ServingOptions(BaseModel):
 
     @model_validator(mode="after")
     def _bursts_need_our_scheduler(self) -> ServingOptions:
-        if self.burst != 1 and not self.short_step:
+        asked = "burst" in self.model_fields_set
+        if asked and self.burst != 1 and not self.short_step:
             raise ValueError(
                 f"burst={self.burst!r} with short_step=False: expected short_step=True"
             )

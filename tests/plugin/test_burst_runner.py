@@ -183,7 +183,7 @@ def test_ids_that_are_being_copied_are_not_written_again(monkeypatch):
 
 def test_what_a_step_remembers(monkeypatch):
     runner = BurstRunner.__new__(BurstRunner)
-    runner.timer = Timer()
+    runner.timer, runner.model_state = Timer(), SimpleNamespace()
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, *args, **options: args)
     monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: "batch")
     monkeypatch.setattr(GPUModelRunner, "prepare_attn", lambda self, batch: ("tables", "slots"))
@@ -192,7 +192,11 @@ def test_what_a_step_remembers(monkeypatch):
     # vLLM's warm-up schedules by itself
     runner.execute_model(SimpleNamespace())
     assert runner.burst == 1
-    assert runner.prepare_inputs(1, 2, "graph", 0) == "batch" and runner._desc == "graph"
+    assert runner.model_state.decodes is False
+    for uniform in (1, None, 4):
+        graph = SimpleNamespace(uniform_token_count=uniform)
+        assert runner.prepare_inputs(1, 2, graph, 0) == "batch" and runner._desc is graph
+        assert runner.model_state.decodes is (uniform is not None)
     assert runner.prepare_attn(None) == (runner._tables, runner._slots) == ("tables", "slots")
     assert runner.timer.told == ["start"]
 
@@ -259,7 +263,10 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
     state = [t.clone() for t in (before.input_ids, before.positions, before.seq_lens)]
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", lambda self, config: None)
     monkeypatch.setattr(runner, "postprocess_sampled", lambda *args: updates.append(args))
+    asked = []
+    monkeypatch.setattr(module, "use_whole_graphs", asked.append)
     runner.initialize_kv_cache("cache")
+    assert asked == [runner]
     assert [ids.shape for _, ids, *_ in updates] == [(1, 15), (1, 16)]
     assert all(index.tolist() == [-1] for index, *_ in updates)
     assert all(map(torch.equal, state, (before.input_ids, before.positions, before.seq_lens)))

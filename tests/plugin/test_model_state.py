@@ -19,6 +19,16 @@ from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.plugin.model_state import OssModelState, OssSampler
 
 
+def test_metadata_of_a_graph_with_prompts(monkeypatch):
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"layer": 1})
+    state = OssModelState.__new__(OssModelState)
+    state.metadata_is_read = False
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    state.vllm_config = SimpleNamespace(compilation_config=compilation)
+    state.decodes = False
+    assert state.prepare_attn(None, CUDAGraphMode.FULL, ()) == {"layer": 1}
+
+
 @pytest.mark.parametrize(
     ("mode", "configured", "for_capture", "read", "left_out"),
     [

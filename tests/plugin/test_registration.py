@@ -17,6 +17,7 @@ from oss_fused.plugin import burst_metrics, compat
 from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.registration import MODEL_CLASSES, prepare_server, register_all
+from oss_fused.plugin.step_graphs import graph_sizes
 
 
 def test_register_is_idempotent_and_known_to_vllm():
@@ -206,8 +207,9 @@ def test_refuses_other_quantised_checkpoints():
     [
         ({"burst": "auto"}, {}, WORKER),
         ({"burst": 2}, {}, WORKER),
-        ({"burst": 1}, {}, "auto"),
-        ({}, {}, "auto"),
+        ({"burst": 1}, {}, WORKER),
+        ({}, {}, WORKER),
+        ({"short_step": False}, {}, "auto"),
         ({"burst": 8}, {"worker_cls": "my.Worker"}, "my.Worker"),
         ({"burst": 8}, {"scheduler_cls": "my.Scheduler"}, "auto"),
         ({"burst": 8}, {"on_gpu": False}, "auto"),
@@ -227,7 +229,9 @@ def test_which_worker(options, changes, chosen, monkeypatch):
         ),
         additional_config={"oss_fused": options},
         scheduler_config=SimpleNamespace(
-            scheduler_cls=changes.get("scheduler_cls"), max_num_batched_tokens=8192
+            scheduler_cls=changes.get("scheduler_cls"),
+            max_num_batched_tokens=8192,
+            max_num_seqs=256,
         ),
         compilation_config=SimpleNamespace(**sizes),
         parallel_config=SimpleNamespace(worker_cls=changes.get("worker_cls", "auto")),
@@ -235,15 +239,15 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     )
     prepare_server(config)
     assert config.parallel_config.worker_cls == chosen
-    assert bool(counted) == (chosen == WORKER)
+    assert bool(counted) == (chosen == WORKER and options.get("burst") != 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "graphs", "largest"),
     [
-        ({}, {}, 1024),
+        ({}, {}, 4096),
         ({"max_num_batched_tokens": 300}, {}, 300),
-        ({}, {"max_cudagraph_capture_size": 64}, 64),
+        ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
         ({"speculative_config": object()}, {}, None),
         ({"quantization": "fp8"}, {}, None),
@@ -270,13 +274,22 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
         ),
         additional_config={"oss_fused": changes.get("options", {})},
         scheduler_config=SimpleNamespace(
-            scheduler_cls=None, max_num_batched_tokens=changes.get("max_num_batched_tokens", 8192)
+            scheduler_cls=None,
+            max_num_batched_tokens=changes.get("max_num_batched_tokens", 8192),
+            max_num_seqs=256,
         ),
         compilation_config=SimpleNamespace(**sizes),
+        parallel_config=SimpleNamespace(worker_cls="my.Worker"),
         speculative_config=changes.get("speculative_config"),
     )
     prepare_server(config)
-    assert config.compilation_config.max_cudagraph_capture_size == largest
+    chosen = config.compilation_config.cudagraph_capture_sizes
+    assert chosen == (
+        graph_sizes(largest, 256) if largest else graphs.get("cudagraph_capture_sizes")
+    )
+    assert config.compilation_config.max_cudagraph_capture_size == graphs.get(
+        "max_cudagraph_capture_size"
+    )
 
 
 @pytest.mark.parametrize("value", ["1", "0", None])

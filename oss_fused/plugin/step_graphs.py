@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""CUDA graphs of steps that read prompts.
+
+vLLM records decode steps as one graph, and steps with prompts in pieces: attention is launched from
+Python between the graphs of two layers' other operators. The host then takes longer than the device
+for up to about 1000 tokens, and for all operators above the largest recorded size. So:
+
+- steps of up to WHOLE_TOKENS are recorded as one graph, attention included (``record_whole``);
+- steps of up to GRAPH_TOKENS are recorded in pieces (``graph_sizes``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+
+from oss_fused.kernels.integers import next_power_of_2
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+# tokens of the largest step that replays graphs
+GRAPH_TOKENS = 4096
+# tokens of the largest step that is one graph: with more, the device takes longer than the host
+WHOLE_TOKENS = 1024
+# tokens of the smallest one: more than decode attention takes of a sequence, so that a recorded
+# batch runs FlashAttention, which takes any mix of prompts and decoding sequences
+LEAST_TOKENS = 16
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def graph_sizes(most_tokens: int, most_requests: int) -> list[int]:
+    """Tokens of the steps to record, ascending, for steps of up to ``most_tokens``.
+
+    Decode steps: vLLM's own sizes up to ``most_requests``. Steps with prompts: multiples of 16, and
+    above 256 of a sixteenth of the next power of two, so that padding adds at most an eighth.
+    """
+    decode = {1, 2, 4, *range(8, 257, 8), *range(272, WHOLE_TOKENS + 1, 16), most_requests}
+    largest = min(GRAPH_TOKENS, most_tokens)
+    sizes = {size for size in decode if size <= most_requests}
+    sizes.update(
+        size for size in range(LEAST_TOKENS, largest + 1, 16) if size % _spacing(size) == 0
+    )
+    return sorted({size for size in sizes if size <= largest} | {largest})
+
+
+def _spacing(size: int) -> int:
+    return max(16, next_power_of_2(size) // 16)
+
+
+def use_whole_graphs(runner: GPUModelRunner) -> None:
+    """Have ``runner``, whose caches are set up, record steps with prompts as one graph."""
+    reason = why_pieces(runner)
+    if reason is not None:
+        logger.info_once("oss_fused: steps with prompts are recorded in pieces: %s", reason)
+        return
+    manager: Any = runner.cudagraph_manager
+    record_whole(manager)
+    for groups in runner.attn_groups:
+        for group in groups:
+            for builder in group.metadata_builders:
+                # up to this size FlashAttention gets memory for 32 splits: 2 GiB at GRAPH_TOKENS
+                builder.max_cudagraph_size = WHOLE_TOKENS
+
+
+def why_pieces(runner: GPUModelRunner) -> str | None:
+    """What a step with prompts needs from the host between two layers; None if nothing."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+
+    from oss_fused.plugin.model_state import OssModelState
+
+    config: Any = runner.vllm_config
+    parallel, manager = config.parallel_config, runner.cudagraph_manager
+    reasons = {
+        "the model state is vLLM's": type(runner.model_state) is not OssModelState,
+        "cudagraph_mode is not FULL_AND_PIECEWISE": (
+            manager is None or manager.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE
+        ),
+        "LoRA": config.lora_config is not None,
+        "drafts": config.speculative_config is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": (
+            parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1
+        ),
+        "microbatches": parallel.use_ubatching,
+        "the attention backend": (
+            get_attn_cg_support(runner.attn_groups, config).min_cg_support
+            != AttentionCGSupport.ALWAYS
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def record_whole(manager: Any) -> None:
+    """Change what ``manager``, a CudaGraphManager, records and dispatches to.
+
+    A decode step still takes the graph of decode steps: it is asked first.
+    """
+    descs, pieces = manager._capture_descs, CUDAGraphMode.PIECEWISE
+    small = [each for each in descs.get(pieces, ()) if each.num_tokens <= WHOLE_TOKENS]
+    whole: list[Any] = []
+    for each in sorted(small, key=lambda each: each.num_tokens, reverse=True):
+        # of sizes for decode steps some are too close to be worth a second graph
+        close = whole and whole[-1].num_tokens - each.num_tokens < _spacing(whole[-1].num_tokens)
+        if each.num_tokens >= LEAST_TOKENS and not close:
+            requests = min(each.num_tokens, manager.max_num_reqs)
+            whole.append(replace(each, cg_mode=CUDAGraphMode.FULL, num_reqs=requests))
+    if not whole:
+        return
+    descs[pieces] = [each for each in descs[pieces] if each not in small]
+    full = [*descs.get(CUDAGraphMode.FULL, ()), *whole]
+    # the largest first: the others then take their memory from it
+    descs[CUDAGraphMode.FULL] = sorted(full, key=lambda each: each.num_tokens, reverse=True)
+    for tokens in range(whole[0].num_tokens + 1):
+        candidates = manager._candidates.setdefault((tokens, 0), [])
+        smallest = next(each for each in reversed(whole) if each.num_tokens >= tokens)
+        decode = [each for each in candidates if each.cg_mode == CUDAGraphMode.FULL]
+        candidates[:] = [*decode, smallest]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: MIT
+"""Which steps replay which CUDA graphs; test_burst_gpu.py runs them on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from oss_fused.plugin.model_state import OssModelState
+from oss_fused.plugin.step_graphs import (
+    GRAPH_TOKENS,
+    WHOLE_TOKENS,
+    graph_sizes,
+    record_whole,
+    use_whole_graphs,
+    why_pieces,
+)
+
+FULL, PIECES = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(8192, 1024), (8192, 100), (3000, 256), (64, 8)])
+def test_sizes_of_graphs(tokens, requests):
+    sizes = graph_sizes(tokens, requests)
+    largest = min(tokens, GRAPH_TOKENS)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == largest
+    # a decode step of all requests has a graph of its own size
+    assert min(requests, largest) in sizes
+    for step in range(1, largest + 1):
+        padded = next(size for size in sizes if size >= step)
+        assert padded - step < max(16, step // 8 + 1)
+
+
+def test_few_sizes():
+    assert len(graph_sizes(8192, 1024)) < 110 and len(graph_sizes(8192, 256)) < 75
+
+
+def _manager(sizes, requests=64, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
+    """A manager as vLLM makes it, of which everything is recorded."""
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    manager.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+    )
+    manager.vllm_config = SimpleNamespace(
+        speculative_config=None, cache_config=SimpleNamespace(use_kda_recoverssm=False)
+    )
+    manager.cudagraph_mode, manager.max_num_reqs, manager.decode_query_len = mode, requests, 1
+    manager.lora_capture_cases, manager._lora_dispatch_map = [0], {}
+    manager.varlen_decode, manager.ubatch_runner = False, None
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    manager._graphs_captured = True
+    return manager
+
+
+def _replayed(manager, requests, tokens, uniform=None):
+    desc = manager.dispatch(requests, tokens, uniform, 0, max_query_len=None)
+    recorded = manager._capture_descs.get(desc.cg_mode, [])
+    assert desc in recorded or desc.cg_mode == CUDAGraphMode.NONE
+    return desc
+
+
+def test_a_step_with_prompts_is_one_graph():
+    manager = _manager(graph_sizes(8192, 64))
+    record_whole(manager)
+    for requests, tokens in [(1, 1), (1, 5), (3, 17), (2, 100), (64, 700), (5, WHOLE_TOKENS)]:
+        desc = _replayed(manager, requests, tokens)
+        assert desc.cg_mode == FULL and desc.uniform_token_count is None
+        assert desc.num_tokens >= max(tokens, 16) and desc.num_reqs >= requests
+        assert desc.num_tokens - tokens < max(16, tokens // 8 + 1)
+    assert _replayed(manager, 1, WHOLE_TOKENS + 1).cg_mode == PIECES
+    assert _replayed(manager, 1, GRAPH_TOKENS).cg_mode == PIECES
+    assert _replayed(manager, 1, GRAPH_TOKENS + 1).cg_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize("requests", [1, 3, 33, 64])
+def test_a_decode_step_keeps_its_graph(requests):
+    manager = _manager(graph_sizes(8192, 64))
+    before = _replayed(manager, requests, requests, 1)
+    record_whole(manager)
+    assert _replayed(manager, requests, requests, 1) == before
+    assert before.uniform_token_count == 1 and before.cg_mode == FULL
+
+
+def test_the_largest_graph_is_recorded_first_and_each_once():
+    manager = _manager(graph_sizes(8192, 1024), 1024)
+    pieces = len(manager._capture_descs[PIECES])
+    record_whole(manager)
+    full = manager._capture_descs[FULL]
+    sizes = [each.num_tokens for each in full]
+    assert sizes == sorted(sizes, reverse=True) and len(set(full)) == len(full)
+    assert all(each.num_tokens > WHOLE_TOKENS for each in manager._capture_descs[PIECES])
+    whole = [each for each in full if each.uniform_token_count is None]
+    # decode sizes between them are not worth a second graph
+    assert len(whole) == 32 and len(whole) + len(manager._capture_descs[PIECES]) < pieces
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1, 2, 8], [1, 16, 512, 900, 1000], [24, 32], [8, 2048], [1, 8, 700]]
+)
+def test_sizes_of_the_users(sizes):
+    manager = _manager(sizes)
+    record_whole(manager)
+    for tokens in range(1, max(sizes) + 1):
+        desc = _replayed(manager, 1, tokens)
+        assert desc.num_tokens >= tokens
+        whole = tokens <= WHOLE_TOKENS and any(
+            16 <= s <= WHOLE_TOKENS and s >= tokens for s in sizes
+        )
+        assert desc.cg_mode == (FULL if whole else PIECES)
+
+
+def _runner(**changes):
+    def has(name, value):
+        return changes.get(name, value)
+
+    support = has("support", AttentionCGSupport.ALWAYS)
+    builder = SimpleNamespace(
+        get_cudagraph_support=lambda *_: support, max_cudagraph_size=GRAPH_TOKENS
+    )
+    group = SimpleNamespace(
+        get_metadata_builder=lambda _: builder,
+        metadata_builders=[builder],
+        kv_cache_spec=None,
+        backend=object,
+    )
+    config = SimpleNamespace(
+        lora_config=has("lora", None),
+        speculative_config=has("drafts", None),
+        kv_transfer_config=has("connector", None),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=has("dp", 1),
+            pipeline_parallel_size=has("pp", 1),
+            decode_context_parallel_size=has("dcp", 1),
+            prefill_context_parallel_size=has("pcp", 1),
+            use_ubatching=has("ubatches", False),
+        ),
+    )
+    mode = has("mode", CUDAGraphMode.FULL_AND_PIECEWISE)
+    manager = None if mode is None else _manager(graph_sizes(8192, 64), mode=mode)
+    state = has("state", OssModelState)
+    return SimpleNamespace(
+        vllm_config=config,
+        attn_groups=[[group]],
+        cudagraph_manager=manager,
+        model_state=state.__new__(state),
+        builder=builder,
+    )
+
+
+def test_whole_graphs_are_used():
+    runner = _runner()
+    assert why_pieces(runner) is None
+    use_whole_graphs(runner)
+    assert _replayed(runner.cudagraph_manager, 1, 100).cg_mode == FULL
+    assert runner.builder.max_cudagraph_size == WHOLE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lora": 1}, "LoRA"),
+        ({"drafts": 1}, "drafts"),
+        ({"connector": 1}, "a KV connector"),
+        ({"dp": 2}, "data parallelism"),
+        ({"pp": 2}, "pipeline parallelism"),
+        ({"dcp": 2}, "context parallelism"),
+        ({"pcp": 2}, "context parallelism"),
+        ({"ubatches": True}, "microbatches"),
+        ({"support": AttentionCGSupport.UNIFORM_BATCH}, "the attention backend"),
+        ({"mode": CUDAGraphMode.FULL_DECODE_ONLY}, "cudagraph_mode"),
+        ({"mode": CUDAGraphMode.PIECEWISE}, "cudagraph_mode"),
+        ({"mode": None}, "cudagraph_mode"),
+        ({"state": type("Other", (), {})}, "the model state"),
+    ],
+)
+def test_what_needs_the_host_keeps_pieces(changes, reason):
+    runner = _runner(**changes)
+    before = runner.cudagraph_manager and dict(runner.cudagraph_manager._capture_descs)
+    assert why_pieces(runner).startswith(reason)
+    use_whole_graphs(runner)
+    assert not before or runner.cudagraph_manager._capture_descs == before
+    assert runner.builder.max_cudagraph_size == GRAPH_TOKENS
