@@ -136,7 +136,7 @@ def test_what_was_measured_before_a_server_died_is_kept(
     assert measured == [("slow", 1), ("slow", 2), *(("fast", c) for c in cells)]
     assert [cell["concurrency"] for cell in results["cells"]] == cells
     report = (tmp_path / "out.incomplete" / "report.md").read_text()
-    assert "Stopped early: ServerError: server fast: ended with status" in report
+    assert re.search(r"Stopped early: \w+Error: .*fast", report), report
     assert "| 2 x 128:128 | slow |" in report
     assert (tmp_path / "out.incomplete" / "throughput.png").exists() == bool(cells)
 
