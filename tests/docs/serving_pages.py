@@ -135,10 +135,6 @@ def decode() -> Passages:
             ],
         ),
         (
-            "takes {:.1f} ms instead of the {:.1f} ms",
-            [served("llama_8b", arm, "ttft")[1] for arm in ("oss_fp8_1024", "oss_fp8")],
-        ),
-        (
             "cut scheduler time by {:.0f} to {:.0f} %",
             [100 * (1 - end(load["ratio"] for load in load_scheduler())) for end in (max, min)],
         ),
