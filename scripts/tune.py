@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Tune kernels on this machine's GPU, or look after the cache of what was found.
+r"""Tune kernels on this machine's GPU, or look after the cache of what was found.
 
     python scripts/tune.py matmul --sizes 4096x4096x4096 8192x8192x8192 --output tuning.json
     python scripts/tune.py fp8_gemm --sizes 1024x4096x4096 --memory 0.5
     python scripts/tune.py gated_mlp --sizes 64x2048x5632       # rows, hidden, intermediate
     python scripts/tune.py rmsnorm_rope --sizes 1x8192x4096x64  # batch, sequence, hidden, head
     python scripts/tune.py tiles --sizes 1x5120x2880 1024x5120x2880  # the FP8 GEMM's tile table
+    python scripts/tune.py recovery --from "NVIDIA H200" --sizes 1x5120x2880 1024x5120x2880 \
+        --output recovery.json --summary summary.json  # share of the tuned speed of its tiles here
     python scripts/tune.py simulate --device low_bw --sizes 4096x4096x4096
     python scripts/tune.py --list
     python scripts/tune.py --differences "NVIDIA H200" "NVIDIA H100"  # of their tuned configs
@@ -20,26 +22,36 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+from harness import tuning_recovery
 from harness.chapters import chapter
+from harness.summary import merge_summary
 from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
+from oss_fused.kernels import tiles
 from oss_fused.specs import FP8GEMMInput
+from oss_fused.tuning import tile_table
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.device import load_description
 from oss_fused.tuning.objective import Objective
 from oss_fused.tuning.result import TuningResult, trials_csv
 from oss_fused.tuning.simulate import tune_simulated
 from oss_fused.tuning.targets import TARGETS, get_target
+from oss_fused.tuning.tile_table import Recovery
 from oss_fused.tuning.tuner import TritonAutoTuner
 
 chapter("10-autotuning")  # adds the target "matmul"
+
+# targets that work with the FP8 GEMM's tile tables
+_TABLES = ("tiles", "recovery")
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -56,7 +68,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "target", nargs="?", choices=(*TARGETS, "tiles", "simulate"), help="what to tune"
+        "target",
+        nargs="?",
+        choices=(*TARGETS, *_TABLES, "simulate"),
+        help="what to tune",
     )
     parser.add_argument("--sizes", nargs="+", type=sizes, metavar="MxNxK", help="problem sizes")
     parser.add_argument("--device", default="cuda:0", help="GPU; for simulate a description")
@@ -79,6 +94,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar=("A", "B"),
         help="devices of the cache, by name, whose configs to compare",
     )
+    parser.add_argument("--from", dest="source", help="for recovery: GPU whose tiles to try here")
+    parser.add_argument("--summary", type=Path, help="for recovery: JSON to merge the shares into")
     parser.add_argument("--list", action="store_true", help="print what the cache holds")
     parser.add_argument("--merge", type=Path, help="take over new and better entries of a file")
     args = parser.parse_args(argv)
@@ -86,8 +103,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--sizes: expected at least one MxNxK")
     if not (args.target or args.list or args.merge or args.differences):
         parser.error("expected a target, --list, --merge or --differences")
-    if args.csv and args.target in (None, "tiles"):
-        parser.error("--csv: needs a target other than tiles")
+    if args.csv and args.target in (None, *_TABLES):
+        parser.error("--csv: needs a target other than tiles and recovery")
+    if (args.target == "recovery") != bool(args.source):
+        parser.error(f"--from {args.source!r}: recovery expects a GPU's name, others none")
+    if args.summary and not (args.source and args.output):
+        parser.error("--summary: needs recovery, and --output, which it names as the source")
     return args
 
 
@@ -107,8 +128,6 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
         problem = FP8GEMMInput(m, n, k)
         return tune_simulated(load_description(args.device), problem, cache, args.force)
     problem = target.problem(*size)
-    import torch
-
     tuner = TritonAutoTuner(
         target.function,
         target.space,
@@ -136,16 +155,8 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
 
 def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, Any]]:
     """Tune the kernels of the FP8 GEMM for every size and update the tile table."""
-    import torch
-
-    from oss_fused.kernels import tiles
-    from oss_fused.tuning import tile_table
-
-    if any(len(size) != 3 for size in args.sizes):
-        raise ValueError("--sizes: tiles expects MxNxK")
-    device = torch.device(args.device)
+    device, tuner = table_tuner(args, cache)
     path = args.table or tiles.table_path(torch.cuda.get_device_name(device))
-    tuner = tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
     entries = tile_table.tune_table(
         tuner,
         args.sizes,
@@ -156,12 +167,49 @@ def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, A
     return [{"key": key, "config": entry} for key, entry in entries.items()]
 
 
+def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:
+    """The device and the tuner of its tile table.
+
+    Raises:
+        ValueError: a size is not MxNxK.
+    """
+    if any(len(size) != 3 for size in args.sizes):
+        raise ValueError(f"--sizes: {args.target} expects MxNxK")
+    device = torch.device(args.device)
+    return device, tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
+
+
+def measure_recovery(args: argparse.Namespace, cache: TuningCache) -> list[Recovery]:
+    """Try another device's tiles for every size, print the table.
+
+    Raises:
+        ValueError: that device has no table.
+    """
+    table = tiles.load_table(args.source).get("fp8_gemm")
+    if not table:
+        raise ValueError(
+            f"--from {args.source!r}: no tile table {tiles.table_path(args.source).name}; "
+            "expected a GPU's name as torch has it, such as 'NVIDIA H200'"
+        )
+    device, tuner = table_tuner(args, cache)
+    found = []
+    for m, n, k in args.sizes:
+        bucket = tiles.row_bucket(m)
+        launch = tile_table.gpu_launch(bucket, n, k, device)
+        found.append(tuner.recovery(bucket, n, k, launch, table))
+        print(f"{found[-1].key}: {found[-1].share:.1%}", file=sys.stderr, flush=True)
+    name = torch.cuda.get_device_name(device)
+    print(tuning_recovery.make_report(found, args.source, name).text())
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     args = parse(argv)
     cache = TuningCache(args.cache)
     found: list[dict[str, Any]] = []
     results: list[TuningResult] = []
+    recovered: list[Recovery] = []
     try:
         if args.merge:
             if not args.merge.is_file():
@@ -169,7 +217,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{cache.merge(args.merge)} entries taken into {cache.path}", file=sys.stderr)
         if args.target == "tiles":
             found = tune_tiles(args, cache)
-        for size in (args.sizes or []) if args.target != "tiles" else []:
+        if args.target == "recovery":
+            recovered = measure_recovery(args, cache)
+            found = [{**asdict(recovery), "share": recovery.share} for recovery in recovered]
+        for size in (args.sizes or []) if args.target not in _TABLES else []:
             result = tune(args, size)
             print(result.summary(), file=sys.stderr)
             results.append(result)
@@ -200,6 +251,10 @@ def main(argv: list[str] | None = None) -> int:
         document = {"environment": fingerprint(), "results": found}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(document, indent=1) + "\n")
+    if args.summary:
+        device = torch.cuda.get_device_name(torch.device(args.device))
+        shares = tuning_recovery.figures(recovered, args.source, device)
+        merge_summary(args.summary, shares, args.output)
     return 0
 
 

@@ -95,6 +95,31 @@ FAMILIES = (
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """How much of a tuned tile's speed another device's tile gives on this one.
+
+    Attributes:
+        key: of the tables, rows x N x K.
+        given: the entry that came with the other device's table, or the rule's where it has none
+            or one that cannot run here.
+        given_ms: its time.
+        best: the fastest entry found here; ``given`` where nothing was faster.
+        best_ms: its time.
+    """
+
+    key: str
+    given: Entry
+    given_ms: float
+    best: Entry
+    best_ms: float
+
+    @property
+    def share(self) -> float:
+        """Of the tuned tile's speed; at most 1."""
+        return self.best_ms / self.given_ms
+
+
+@dataclass(frozen=True)
 class TableTuner:
     """Finds entries; ``device`` names the cache's keys and, if it is a GPU, is measured.
 
@@ -116,6 +141,53 @@ class TableTuner:
         Raises:
             TritonKernelError: the rule's own choice does not run.
         """
+        best = self._search(bucket, n, k, launch)
+        usual = self._time(launch, self._rule(bucket, n, k))
+        if best is None or best[0] > usual * (1 - MIN_GAIN):
+            return None
+        return best[1]
+
+    def recovery(
+        self, bucket: int, n: int, k: int, launch: Launch, table: Mapping[str, Entry]
+    ) -> Recovery:
+        """Tune a shape and time what ``table``, of another device, gives for it.
+
+        Both are timed again after the search, in turn. A search that finds nothing faster gives
+        a share of 1.
+
+        Args:
+            bucket: rows, one of ROW_BUCKETS.
+            n: rows of the weight.
+            k: its columns.
+            launch: calls the kernels.
+            table: the other device's entries of fp8_gemm.
+
+        Raises:
+            TritonKernelError: neither the table's tile nor the rule's runs.
+        """
+        key = f"{bucket}x{n}x{k}"
+        given = dict(table.get(key, {}))
+        if given.get("kernel") not in self.names:
+            given = self._rule(bucket, n, k)
+        try:
+            self._time(launch, given)
+        except TritonKernelError:
+            given = self._rule(bucket, n, k)
+        found = self._search(bucket, n, k, launch)
+        given_ms = self._time(launch, given)
+        best, best_ms = given, given_ms
+        if found:
+            again = self._time(launch, found[1])
+            if again < given_ms:
+                best, best_ms = found[1], again
+        return Recovery(key, given, given_ms, best, best_ms)
+
+    def _rule(self, bucket: int, n: int, k: int) -> Entry:
+        gluon = not self.names.isdisjoint(tiles.GLUON_KERNELS)
+        return dict(tiles.gemm_rule(bucket, n, k, gluon))
+
+    def _search(self, bucket: int, n: int, k: int, launch: Launch) -> tuple[float, Entry] | None:
+        """Time and entry of the fastest tile of all families, None if none runs."""
         best: tuple[float, Entry] | None = None
         for family in FAMILIES:
             first, last = family.rows
@@ -124,11 +196,7 @@ class TableTuner:
             found = self._tune(family, bucket, n, k, launch)
             if found and (best is None or found[0] < best[0]):
                 best = found
-        rule = dict(tiles.gemm_rule(bucket, n, k, not self.names.isdisjoint(tiles.GLUON_KERNELS)))
-        usual = self._time(launch, rule)
-        if best is None or best[0] > usual * (1 - MIN_GAIN):
-            return None
-        return best[1]
+        return best
 
     def _tune(
         self, family: Family, bucket: int, n: int, k: int, launch: Launch

@@ -69,6 +69,43 @@ def test_a_rule_that_does_not_run_is_an_error(tmp_path):
         device.tuner.entry(64, 4096, 4096, device.launch)
 
 
+GIVEN = {"16x999x1600": {"kernel": "stream", "block_n": 128, "block_k": 512, "ctas": 1}}
+
+
+def test_recovery_is_the_share_of_the_tuned_speed(tmp_path):
+    device = Device(stream_is_best, tmp_path)
+    found = device.tuner.recovery(16, 999, 1600, device.launch, GIVEN)
+    assert (found.given, found.given_ms) == (GIVEN["16x999x1600"], 7.0)
+    assert (found.best["block_n"], found.best_ms) == (64, 5.0)
+    assert found.share == pytest.approx(5 / 7)
+
+
+def test_recovery_without_a_faster_tile_is_whole(tmp_path):
+    given = {"16x999x1600": {"kernel": "gemv", "rows_n": 2, "block_k": 1024, "num_warps": 2}}
+
+    def price(kernel, config):
+        return 1.0 if kernel == "gemv" else 4.0
+
+    device = Device(price, tmp_path)
+    found = device.tuner.recovery(16, 999, 1600, device.launch, given)
+    assert found.share == 1.0 and found.best == found.given == given["16x999x1600"]
+
+
+def test_recovery_takes_the_rule_where_the_tile_is_missing_or_does_not_run(tmp_path):
+    rule = tiles.gemm_rule(16, 999, 1600, True)
+    device = Device(stream_is_best, tmp_path)
+    assert device.tuner.recovery(16, 999, 1600, device.launch, {}).given == rule
+
+    def price(kernel, config):
+        return None if config.get("block_n") == 128 else 3.0
+
+    device = Device(price, tmp_path)
+    assert device.tuner.recovery(16, 999, 1600, device.launch, GIVEN).given == rule
+    portable = Device(stream_is_best, tmp_path, NAMES - set(tiles.GLUON_KERNELS))
+    given = portable.tuner.recovery(16, 999, 1600, portable.launch, GIVEN).given
+    assert given == tiles.gemm_rule(16, 999, 1600) and given["kernel"] == "swap"
+
+
 def test_the_cache_answers_the_second_time(tmp_path):
     device = Device(stream_is_best, tmp_path)
     first = device.tuner.entry(32, 4096, 4096, device.launch)

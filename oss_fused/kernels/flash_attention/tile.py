@@ -143,9 +143,7 @@ def scores(
 
 
 @triton.jit
-def bias_and_hide(
-    logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P
-):
+def bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P):
     """Logits less ``slope * |m - n|``, -inf where hidden; m and n broadcast to the tile."""
     queries, keys = sizes
     if P.alibi:
