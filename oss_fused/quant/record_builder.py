@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,23 +56,6 @@ def build_record(
         names = earlier.keys() | metrics.keys()
         metrics = {name: {**earlier.get(name, {}), **metrics.get(name, {})} for name in names}
     reader, sizes = skeleton.reader, {spec.name: spec.nbytes for spec in plan.specs}
-    linears = []
-    for name, scheme in plan.schemes.items():
-        source = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
-        shape, parts = reader.shape(source), ("weight", "weight_scale", "input_scale")
-        noted = metrics.get(name, {}) if scheme is not None else {}
-        linears.append(
-            LinearRecord(
-                name=name,
-                layer=layer_of(name),
-                scheme=KEEP if scheme is None else schemes.name_of(scheme),
-                elements=shape[0] * shape[1],
-                bytes_before=shape[0] * shape[1] * reader.dtype(source).itemsize,
-                bytes_after=sum(sizes.get(f"{name}.{part}", 0) for part in parts),
-                kl=None if search is None else search.kl.get(name),
-                **{k: v for k, v in noted.items() if k in LinearRecord.model_fields},
-            )
-        )
     cache: Literal["fp8"] | None = "fp8" if plan.kv_scales else None
     return CalibrationRecord(
         model=reader.folder.resolve().name,
@@ -86,7 +69,7 @@ def build_record(
         source_bytes=reader.total_bytes(),
         output_bytes=sum(sizes.values()),
         accuracy_target=recipe.accuracy_target if search is None else search.target,
-        linears=tuple(linears),
+        linears=tuple(_linears(skeleton, plan, metrics, sizes, search)),
         layers=tuple(
             LayerRecord(
                 layer=layer,
@@ -100,6 +83,31 @@ def build_record(
         ),
         mixes=() if search is None else tuple(search.mixes),
     )
+
+
+def _linears(
+    skeleton: ModelSkeleton,
+    plan: CheckpointPlan,
+    metrics: StepMetrics,
+    sizes: Mapping[str, int],
+    search: SearchResult | None,
+) -> Iterator[LinearRecord]:
+    """The records of the linears; ``sizes``: tensor written -> its bytes."""
+    reader = skeleton.reader
+    for name, scheme in plan.schemes.items():
+        source = f"{name}.weight" if f"{name}.weight" in reader else "model.embed_tokens.weight"
+        shape, parts = reader.shape(source), ("weight", "weight_scale", "input_scale")
+        noted = metrics.get(name, {}) if scheme is not None else {}
+        yield LinearRecord(
+            name=name,
+            layer=layer_of(name),
+            scheme=KEEP if scheme is None else schemes.name_of(scheme),
+            elements=shape[0] * shape[1],
+            bytes_before=shape[0] * shape[1] * reader.dtype(source).itemsize,
+            bytes_after=sum(sizes.get(f"{name}.{part}", 0) for part in parts),
+            kl=None if search is None else search.kl.get(name),
+            **{k: v for k, v in noted.items() if k in LinearRecord.model_fields},
+        )
 
 
 def layer_step(layer: int) -> str:

@@ -16,6 +16,7 @@ every sequence of the step, and a sequence that shares a full block may read ano
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,16 @@ def _tokens(seq_lens, query_starts, TOKENS: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _last_seen(position, in_group, query_starts, GROUP: tl.constexpr):
+    """Last position [rows, 1] that each row sees, -1 for padding; None: each sees all."""
+    last = None
+    if query_starts is not None:
+        lanes = tl.arange(0, in_group.shape[0])
+        last = tl.where(in_group, position + lanes // GROUP, -1)[:, None]
+    return last
+
+
+@triton.jit
 def _span(position, tokens, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First position of this split, the one behind its last, and how many splits have work."""
     length = position + tokens
@@ -127,7 +138,10 @@ def _head_pointers(tensor, rows, heads, columns):
 
 @triton.jit
 def _nothing(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr):
-    """Maximum, weight and weighted sum of no position."""
+    """Maximum, weight and weighted sum of no position.
+
+    LEAST is finite where a row may see no position of a tile: -inf less itself would be NaN.
+    """
     best = tl.full([BLOCK_G], LEAST, tl.float32)
     return best, tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
@@ -195,6 +209,20 @@ def _gather(
 
 
 @triton.jit
+def _join(splits, head, active, best, total, acc, HEADS: tl.constexpr, LEAST: tl.constexpr):
+    """Whether this split writes the result of its head; the sums of all splits where it does."""
+    BLOCK_G: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    writes = active == 1
+    if active > 1:
+        slot = tl.program_id(0).to(tl.int64) * HEADS + head
+        writes = _leave(splits, slot, best, total, acc) == active - 1
+        if writes:
+            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D, LEAST)
+    return writes, best, total, acc
+
+
+@triton.jit
 def _normalize(best, total, acc, sinks, heads, in_group, v_scale):
     """The weighted mean; a sink takes its share of the weight."""
     if sinks is not None:
@@ -237,7 +265,6 @@ def _decode_attention_kernel(
     DTYPE: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    # a row may see no position of a tile: minus infinity less itself would be NaN
     LEAST: tl.constexpr = float("-inf") if query_starts is None else -3.4028234663852886e38
     head = tl.program_id(1)
     wait_unless(PREFETCH)
@@ -245,14 +272,10 @@ def _decode_attention_kernel(
     begin, end, active = _span(position, tokens, min_tiles, WINDOW, BLOCK_N)
     if (tokens <= 0) | (tl.program_id(2) >= active):
         return
-    lanes = tl.arange(0, BLOCK_G)
+    lanes, columns = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_group = lanes < tokens * GROUP
-    heads = head * GROUP + lanes % GROUP
-    rows = row + lanes // GROUP
-    last = None
-    if query_starts is not None:
-        last = tl.where(in_group, position + lanes // GROUP, -1)[:, None]
-    columns = tl.arange(0, BLOCK_D)
+    heads, rows = head * GROUP + lanes % GROUP, row + lanes // GROUP
+    last = _last_seen(position, in_group, query_starts, GROUP)
     in_d = (columns < HEAD_DIM)[None, :]
     mask_q = in_group[:, None] & in_d
     table = block_table + sequence * table_stride
@@ -272,12 +295,7 @@ def _decode_attention_kernel(
         k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
         seen = _seen(start, end, last, WINDOW, BLOCK_N)
         best, total, acc = _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE)
-    writes = active == 1
-    if active > 1:
-        slot = tl.program_id(0).to(tl.int64) * HEADS + head
-        writes = _leave(splits, slot, best, total, acc) == active - 1
-        if writes:
-            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D, LEAST)
+    writes, best, total, acc = _join(splits, head, active, best, total, acc, HEADS, LEAST)
     if writes:
         result = _normalize(best, total, acc, sinks, heads, in_group, scales.v)
         _store(_head_pointers(out, rows, heads, columns), result, mask_q)
@@ -288,6 +306,16 @@ def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
     if INTERPRETED.value:
         return tl.float32
     return tl.float16 if out_dtype == torch.float16 else tl.bfloat16
+
+
+def _scratch(
+    arrivals: torch.Tensor, grid: tuple[int, int, int], block_g: int, block_d: int
+) -> _Splits:
+    """Room for what the splits of ``grid`` leave; none where a split is alone."""
+    shape = (math.prod(grid) if grid[2] > 1 else 0, block_g)
+    sums = arrivals.new_empty((*shape, block_d), dtype=torch.float32)
+    stats = arrivals.new_empty((*shape, 2), dtype=torch.float32)
+    return _Splits(arrivals, sums, stats)
 
 
 def decode_attention(
@@ -313,20 +341,15 @@ def decode_attention(
     sequences = rows if query_starts is None else query_starts.shape[0] - 1
     if rows == 0 or sequences == 0:
         return
-    page_size, heads = key_cache.shape[1:3]
-    group = q_heads // heads
+    heads, group = key_cache.shape[2], q_heads // key_cache.shape[2]
     tokens = tokens_per_program(max_query_len, group)
     chunks = cdiv(max_query_len, tokens)
-    positions = block_table.shape[1] * page_size
+    positions = block_table.shape[1] * key_cache.shape[1]
     fp8 = key_cache.dtype == FP8
     launch = launch_for(sequences * chunks, heads, head_dim, fp8, window, positions)
-    splits = launch.splits
-    block_g = max(16, next_power_of_2(tokens * group))
-    block_d = max(16, next_power_of_2(head_dim))
-    scratch = (sequences * chunks * heads * splits if splits > 1 else 0, block_g)
-    sums = torch.empty(*scratch, block_d, dtype=torch.float32, device=query.device)
-    stats = torch.empty(*scratch, 2, dtype=torch.float32, device=query.device)
-    _decode_attention_kernel[(sequences * chunks, heads, splits)](
+    block_g, block_d = (max(16, next_power_of_2(n)) for n in (tokens * group, head_dim))
+    grid = (sequences * chunks, heads, launch.splits)
+    _decode_attention_kernel[grid](
         _Rows(query, query.stride(0), query.stride(1)),
         paged_cache(key_cache),
         paged_cache(value_cache),
@@ -334,7 +357,7 @@ def decode_attention(
         seq_lens,
         query_starts,
         _Rows(out, out.stride(0), out.stride(1)),
-        _Splits(arrivals, sums, stats),
+        _scratch(arrivals, grid, block_g, block_d),
         sinks,
         Heads(q_scale, k_scale, v_scale),
         softmax_scale,
