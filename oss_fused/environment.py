@@ -132,6 +132,9 @@ def describe(environment: dict[str, Any]) -> str:
     """One line for a report: device, versions, commit."""
     devices = Counter(gpu["name"] for gpu in environment["gpus"])
     device = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in devices.items())
+    if devices.total() > 1:
+        # a measurement may have used some of them
+        device = f"host with {device}"
     device = device or f"{environment['cpu']} ({environment['cpu_count']} cores)"
     versions = environment["versions"]
     names = ("vllm", "torch", "triton", "oss-fused")

@@ -23,11 +23,11 @@ td,th{padding:.25em .55em;border-bottom:1px solid #e2e2e2;text-align:left;white-
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}th{background:#f5f6f7}
 td b{background:#e2f2e2;padding:0 .25em}td.long{white-space:normal;min-width:18em}
 .charts{display:flex;flex-wrap:wrap;gap:1em}
-figure{margin:0;flex:0 1 auto;max-width:100%;overflow-x:auto}
-img{max-width:100%;min-width:30em;height:auto}code{background:#f5f6f7;overflow-wrap:anywhere}
+figure{margin:0;flex:0 1 auto;max-width:100%}
+img{max-width:100%;height:auto}code{background:#f5f6f7;overflow-wrap:anywhere}
 """
 # cells of a column of figures: a number, with what may stand around it; or nothing
-_NUMBER = re.compile(r"[-+~]?[\d.,]+[%x]?( (to |noisy|not |\*|[(\[/]).*)?|-|")
+_NUMBER = re.compile(r"[-+~]?[\d.,]+(e[-+]\d+)?[%x]?( (to |noisy|not |\*|[(\[/]).*)?|-|")
 _LONG_CELL = 60
 
 

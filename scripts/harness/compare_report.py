@@ -261,6 +261,8 @@ def _answers(report: Report, results: Mapping[str, Any]) -> None:
         [question, *(answers.get(name, "was not asked") for name in header[1:])]
         for question, answers in asked.items()
     ]
+    if rows:
+        report.paragraph("The first 200 characters. Random weights answer with random words.")
     report.table(header, rows)
     report.items(notes)
 

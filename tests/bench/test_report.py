@@ -113,3 +113,9 @@ def test_own_series_has_one_colour_in_every_chart():
     for chosen in (two, three, charts.colours([*"abcdefghi", "oss_fp8"])):
         assert len(set(chosen.values())) == len(chosen)
     assert list(charts.colours(["a", "b"]).values()) == list(charts.COLOURS[:2])
+
+
+def test_exponents_are_numbers():
+    report = Report("t")
+    report.table(("form", "clipped"), [("a", "6.1e-05"), ("b", "0"), ("c", "-1e+10x")])
+    assert "| :-- | --: |" in report.markdown()

@@ -216,4 +216,4 @@ def test_fingerprint_is_json_and_names_versions() -> None:
 def test_equal_gpus_are_counted() -> None:
     found = environment.fingerprint()
     found["gpus"] = [{"name": name} for name in ("A", "A", "B")]
-    assert environment.describe(found).startswith("2 x A, B; ")
+    assert environment.describe(found).startswith("host with 2 x A, B; ")

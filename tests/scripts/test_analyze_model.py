@@ -111,8 +111,9 @@ def test_a_folder_with_a_config_and_bad_input(tmp_path, capsys):
 def test_summary_lines_follow_the_rows():
     row = {"operation": "norm", "problem": "8", "status": "ok", "latency_ms": 1.0}
     rows = [
-        {**row, "implementation": "pytorch", "tflops": 9.0},
-        {**row, "implementation": "oss_fused", "tflops": 2.0, "speedup": 0.5, "stable": False}
+        {**row, "implementation": "pytorch", "tflops": 9.0, "latency_ms": 2.0},
+        {**row, "implementation": "tilelang", "latency_ms": 0.25},
+        {**row, "implementation": "oss_fused", "tflops": 2.0, "speedup": 2.0, "stable": False}
         | {"relative_error": 0.25, "bandwidth_utilization": 0.8},
         {**row, "implementation": "oss_fused", "problem": "9", "status": "wrong"},
     ]
@@ -121,17 +122,18 @@ def test_summary_lines_follow_the_rows():
     text = make_report("t", findings, analyzer, draw=False).text()
     for words in (
         "best kernel: norm at 8, 2000 GFLOP/s",
-        "mean speed-up over eager PyTorch: 0.50x",
+        "mean speed-up over the fastest other implementation: 0.25x over 1 problems",
+        "mean speed-up over eager PyTorch: 2.00x over 1 problems",
         "largest relative error: 2.50e-01 (norm)",
         "unstable times: norm 8",
         "wrong *: norm 9",
-        "tune norm at 8: slower",
+        "tune norm at 8: slower than tilelang",
         "measure norm 8 again",
     ):
         assert words in text, words
     assert "FP8 retention" not in text
     assert (
-        "| norm | 8 | 1 | 2000 | 0.50 | 80% | 2.50e-01 |"
+        "| norm | 8 | 1 | 2000 | 0.25 (tilelang) | 2.00 | 80% | 2.50e-01 |"
         in kernel_summary(findings.rows).markdown()
     )
     texts = [{"candidates": [{"name": "w8a8", "perplexity_factor": f}]} for f in (1.25, 1.0)]
