@@ -8,9 +8,10 @@ comparison:
 
   bench_decode.py --arm "triton=VLLM_PLUGINS= /tmp/gpt-oss-20b --moe-backend triton" \
       --arm "marlin=VLLM_PLUGINS= /tmp/gpt-oss-20b --moe-backend marlin" \
-      --arm "oss_fp8=/tmp/gpt-oss-20b --quantization oss_fp8" --name gpt_oss_20b \
+      --arm "oss_fp8=/tmp/gpt-oss-20b --quantization oss_fp8 $SINGLE" --name gpt_oss_20b \
       --output docs/results/h200/decode_gpt_oss_20b --summary docs/results/h200/summary.json
 
+with SINGLE="--additional-config.oss_fused.burst 1": a profile shows single decode steps.
 An arm is NAME=[VARIABLE=VALUE ...] MODEL [engine flags as of `vllm serve`]; the last is compared
 with the faster of the others, or of --baseline. The folder gets results.json, report.html,
 report.md with its charts, and profiles.json (every launch).

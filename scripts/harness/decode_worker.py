@@ -31,9 +31,9 @@ import numpy as np
 
 from harness.vllm_logprobs import make_engine
 
-# steps between two time stamps: outputs of single steps may arrive in pairs
+# tokens of each sequence between two time stamps: outputs of single steps may arrive in pairs
 WINDOW = 8
-# steps after the last prefill that do not count
+# engine steps after the last prefill that do not count
 SETTLE = 4
 # seconds that the engine has to drop aborted sequences
 _IDLE = 0.1
@@ -53,21 +53,25 @@ class Measure:
         self._ids = itertools.count()
 
     def decode(self, batch: int, context: int, steps: int, seed: int) -> dict[str, Any]:
-        """Milliseconds per step of ``batch`` sequences, one value every WINDOW steps.
+        """Milliseconds per step of ``batch`` sequences, one value every WINDOW steps or more.
 
+        A step yields one token per sequence; an engine step that is a burst of K counts as K.
         "distinct" is the share of different tokens among those of the last step: experts are
         touched as in real use only where it is high.
         """
         names = self._start(batch, context, seed)
         times: list[float] = []
         last: dict[str, int] = {}
+        done = marked = 0
         begin = time.perf_counter()
-        for number in range(1, steps + 1):
-            last |= self._step()
-            if number % WINDOW == 0:
+        while done < steps:
+            tokens = self._step()
+            last |= {name: ids[-1] for name, ids in tokens.items()}
+            done += max(map(len, tokens.values()))
+            if done - marked >= WINDOW:
                 now = time.perf_counter()
-                times.append((now - begin) * 1e3 / WINDOW)
-                begin = now
+                times.append((now - begin) * 1e3 / (done - marked))
+                begin, marked = now, done
         self.engine.abort_request(names)
         return {"ms": times, "distinct": len(set(last.values())) / len(last)}
 
@@ -79,7 +83,10 @@ class Measure:
         return {"ms": [(time.perf_counter() - begin) * 1e3]}
 
     def profile(self, batch: int, context: int, steps: int, seed: int) -> dict[str, Any]:
-        """Kernels of ``steps`` decode steps, or, with 0, of the prefill."""
+        """Kernels of ``steps`` decode steps, or, with 0, of the prefill.
+
+        Bursts must be off: kernels of one that is under way would count.
+        """
         time.sleep(_IDLE)
         names = self._start(batch, context, seed) if steps else []
         self.engine.collective_rpc("oss_profile_start")
@@ -125,13 +132,14 @@ class Measure:
         while waiting:
             waiting -= self._step().keys()
 
-    def _step(self) -> dict[str, int]:
+    def _step(self) -> dict[str, list[int]]:
         """The tokens of the next step that has any; what is left of aborted sequences has none."""
         while True:
             outputs = self.engine.step()
-            tokens = {o.request_id: o.outputs[0].token_ids for o in outputs if o.outputs}
+            tokens = {o.request_id: list(o.outputs[0].token_ids) for o in outputs if o.outputs}
+            tokens = {name: ids for name, ids in tokens.items() if ids}
             if tokens:
-                return {name: ids[-1] for name, ids in tokens.items() if ids}
+                return tokens
 
 
 def main() -> int:
