@@ -224,13 +224,24 @@ def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, 
 
 
 def named(results: Mapping[str, Any]) -> dict[str, float]:
-    """Figures for the summary: speed-ups, and kernels per step at the smallest batch."""
+    """Figures for the summary: speed-ups, kernels per step at the smallest batch, kernel time.
+
+    An arm called "exact" is oss_fp8 with bf16 activations of the experts in every step.
+    """
     settings = results["settings"]
     figures = decode_figures.named_speedups(results["cells"], settings["model"])
     own = [p for p in results["profiles"] if p["arm"] == settings["candidate"] and p["steps"]]
     if own:
         fewest = min(own, key=lambda profile: int(profile["batch"]))
         figures[f"decode.{settings['model']}.kernels_per_step"] = fewest["kernels_per_step"]
+    for profile in own:
+        name = f"decode.{settings['model']}.kernel_ms_b{profile['batch']}"
+        figures[name] = round(profile["busy_us"] / 1e3, 4)
+    for cell in results["cells"]:
+        if not cell["steps"] and "exact" in cell["arms"]:
+            name = f"prefill.{settings['model']}.speedup_{cell['batch'] * cell['context']}_exact"
+            best, exact = (cell["arms"][arm]["ms"] for arm in (cell["baseline"], "exact"))
+            figures[name] = round(best / exact, 4)
     return figures
 
 

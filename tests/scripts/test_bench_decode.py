@@ -45,6 +45,8 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     assert figures["decode.m.speedup_b2"] == 2.0
     assert figures["prefill.m.speedup_64"] == 2.0
     assert figures["decode.m.kernels_per_step"] == 8
+    assert figures["decode.m.kernel_ms_b2"] == results["profiles"][-1]["busy_us"] / 1e3
+    assert "prefill.m.speedup_64_exact" not in figures
     steps = {m["batch"]: m["steps"] for m in results["measurements"] if m["steps"]}
     assert steps == {1: 384, 2: 192}, "few sequences take more steps"
     report = (out / "report.md").read_text()
@@ -55,6 +57,17 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     (out / "profiles.json").unlink()
     assert script.main(["--render", str(out)]) == 0
     assert (out / "report.md").read_text() == report
+
+
+def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_path):
+    model, summary = arms[1].removeprefix("baseline="), tmp_path / "summary.json"
+    exact = ["--arm", f"exact={model}", *arms[2:], "--baseline", "baseline"]
+    options = ["--batches", "1", "--contexts", "16", "--profile", "--prefill", "64"]
+    where = ["--output", str(tmp_path / "out"), "--summary", str(summary), "--name", "m"]
+    assert script.main([*arms[:2], *exact, *options, *where]) == 0
+    figures = json.loads(summary.read_text())
+    assert figures["prefill.m.speedup_64"] == 2.0
+    assert figures["prefill.m.speedup_64_exact"] == pytest.approx(1.0, rel=0.2)
 
 
 @pytest.mark.parametrize(
