@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Does a function keep memory? Bytes held by live tensors, before and after many calls."""
+"""Memory of a function: what it keeps after many calls, and the peak within one."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ def leaked_bytes(
     for _ in range(calls):
         fn()
     return live_tensor_bytes(device) - before
+
+
+def peak_memory_bytes(fn: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes that one call of ``fn`` holds at its peak beyond what was allocated before.
+
+    None on a CPU, whose allocator does not count.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = fn()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del result
+    return peak

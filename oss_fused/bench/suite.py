@@ -19,6 +19,7 @@ import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
 from oss_fused.bench.implementations import implementations
+from oss_fused.bench.memory import peak_memory_bytes
 from oss_fused.bench.operators import OperatorBenchmarks
 from oss_fused.bench.problems import OperatorProblem
 from oss_fused.bench.report import Report
@@ -62,6 +63,7 @@ class BenchmarkRow:
     bottleneck: str | None = None
     energy_mj: float | None = None
     gops_per_watt: float | None = None
+    peak_memory_bytes: int | None = None
     speedup: float | None = None
     relative_error: float | None = None
     samples_ms: list[float] = field(default_factory=list)
@@ -232,9 +234,12 @@ class BenchmarkSuite(OperatorBenchmarks):
                 message = f"{verdict.case}: {verdict.result.reason}"
                 return replace(row, status="wrong", message=message)
             try:
-                samples, timing = self._time(function, problem)
+                samples, timing, memory = self._time(function, problem)
                 energy, note = self._energy(function, problem)
             except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    # what the failed row cached is room for the next one
+                    torch.cuda.empty_cache()
                 return replace(row, status="failed", message=f"{type(error).__name__}: {error}")
         fp8 = isinstance(problem, FP8GEMMInput) and name != "pytorch"
         dtype = "float8_e4m3fn" if fp8 else str(self.dtype).removeprefix("torch.")
@@ -258,11 +263,15 @@ class BenchmarkSuite(OperatorBenchmarks):
             bottleneck=point.bottleneck.value,
             energy_mj=energy,
             gops_per_watt=gops_per_watt(problem.flops, energy) if energy else None,
+            peak_memory_bytes=memory,
             relative_error=verdict.relative_error,
             samples_ms=samples,
         )
 
-    def _time(self, function: Implementation, problem: Problem) -> tuple[list[float], Any]:
+    def _time(
+        self, function: Implementation, problem: Problem
+    ) -> tuple[list[float], Any, int | None]:
+        """Samples in ms, what they come to, and the peak memory of a call in bytes."""
         sets = 1 if self.device.type != "cuda" else copies_for(problem.num_bytes)
         arguments = problem.make(self.device)
         calls = [functools.partial(function, **arguments)]
@@ -274,7 +283,8 @@ class BenchmarkSuite(OperatorBenchmarks):
         )
         if self.device.type == "cuda" and self.graphs:
             sampler = functools.partial(self._replays, calls)
-        return collect(sampler, self.benchmark_runs, max_rounds=3)
+        samples, timing = collect(sampler, self.benchmark_runs, max_rounds=3)
+        return samples, timing, peak_memory_bytes(calls[0], self.device)
 
     def _replays(self, calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
         try:

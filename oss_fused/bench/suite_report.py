@@ -24,6 +24,7 @@ _HEADER = (
     "of copy bandwidth",
     "TFLOP/s",
     "GOPS/W",
+    "peak MB",
     "time / fastest",
     "limited by",
 )
@@ -142,6 +143,7 @@ def _cells(row: BenchmarkRow, fastest: BenchmarkRow | None) -> list[str]:
         _number(row.bandwidth_utilization, ".0%"),
         _number(row.tflops),
         "" if row.gops_per_watt is None else _number(row.gops_per_watt),
+        "" if row.peak_memory_bytes is None else _number(row.peak_memory_bytes / 1e6),
         f"{row.latency_ms / fastest.latency_ms:.2f}",
         row.bottleneck or "-",
     ]

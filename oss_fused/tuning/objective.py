@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,15 +110,3 @@ class Objective:
         if self.energy:
             total += self.energy * math.log(max(metrics.energy_mj or 0.0, 1e-9))
         return total
-
-
-def peak_memory_bytes(fn: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that one call of ``fn`` holds at its peak beyond what was allocated before."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = fn()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del result
-    return peak

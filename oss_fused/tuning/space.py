@@ -104,12 +104,12 @@ RMSNORM_ROPE_CONFIGS = ConfigSpace(
         "num_stages": (1, 2, 3, 4),
     }
 )
-# 256-wide tiles and 16 warps are what Hopper's wgmma needs beyond the classic grid
+# 256-wide tiles are what Hopper's wgmma needs beyond the classic grid
 GATED_MLP_CONFIGS = ConfigSpace(
     {
         "BLOCK_M": (*_BLOCKS, 256),
         "BLOCK_N": (*_BLOCKS, 256),
-        "BLOCK_K": (32, 64, 128),
+        "BLOCK_K": _BLOCKS,
         "num_warps": (2, 4, 8),
         "num_stages": (1, 2, 3, 4, 5),
     }
@@ -118,6 +118,7 @@ FP8_GEMM_CONFIGS = ConfigSpace(
     {
         "BLOCK_M": (*_BLOCKS, 256),
         "BLOCK_N": (*_BLOCKS, 256),
+        # a product of 8-bit codes takes 32 columns at least
         "BLOCK_K": (32, 64, 128, 256),
         "GROUP_M": (1, 4, 8, 16),
         "num_warps": (2, 4, 8),

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from oss_fused.bench.accuracy import Tolerance, check_accuracy
 from oss_fused.bench.energy import energy_per_call_mj
+from oss_fused.bench.memory import peak_memory_bytes
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.timing import time_calls, warm_up
 from oss_fused.errors import SchemeError, TritonKernelError
@@ -26,11 +27,7 @@ from oss_fused.tuning.cache import CacheEntry, TuningCache
 from oss_fused.tuning.device import DeviceDescription, describe
 from oss_fused.tuning.identity import kernel_identity
 from oss_fused.tuning.lookup import cache_key, shape_of
-from oss_fused.tuning.objective import (
-    KernelMetrics,
-    Objective,
-    peak_memory_bytes,
-)
+from oss_fused.tuning.objective import KernelMetrics, Objective
 from oss_fused.tuning.prune import reason_to_skip
 from oss_fused.tuning.result import Status, Trial, TuningResult
 from oss_fused.tuning.space import Config, ConfigSpace
@@ -303,7 +300,7 @@ class _Run:
                     getattr(self.problem, "flops", None),
                     getattr(self.problem, "num_bytes", None),
                     self.description.memory_bandwidth_gbps if self.description else None,
-                    peak_memory_bytes(call, self.device) if self.device.type == "cuda" else None,
+                    peak_memory_bytes(call, self.device),
                     energy_per_call_mj(call, self.device) if tuner.objective.energy else None,
                 )
         except Exception as error:

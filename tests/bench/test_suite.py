@@ -213,6 +213,51 @@ def test_energy_gives_work_per_joule():
     assert "GOPS/W" in suite.generate_report()
 
 
+def test_peak_memory_is_in_row_and_report(monkeypatch):
+    from oss_fused.bench import suite as module
+
+    seen = []
+    peaks = iter((3_000_000, None))
+
+    def peak(call, device):
+        seen.append(call())
+        return next(peaks)
+
+    monkeypatch.setattr(module, "peak_memory_bytes", peak)
+    suite = BenchmarkSuite(1, 20, device="cpu", ceilings=CEILINGS, backends=())
+    first, second = suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
+    assert (first.peak_memory_bytes, second.peak_memory_bytes) == (3_000_000, None)
+    assert [out.shape[-1] for out in seen] == [96, 96]
+    assert "peak MB" in suite.generate_report()
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_call():
+    suite = BenchmarkSuite(1, 20, compile_baseline=False, backends=())
+    for row in suite.benchmark_fp8_gemm([(1024, 2048, 4096)]):
+        # the output in bf16; an eager product makes a copy or two of its operands beside it
+        assert 1024 * 2048 * 2 <= row.peak_memory_bytes < 1 << 30
+
+
+def test_a_row_without_memory_fails_alone(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    suite = BenchmarkSuite(1, 20, device="cpu", ceilings=CEILINGS, backends=())
+    rows = 0
+
+    def time(function, problem):
+        nonlocal rows
+        rows += 1
+        if rows == 1:
+            raise torch.OutOfMemoryError("2 GiB")
+        return BenchmarkSuite._time(suite, function, problem)
+
+    monkeypatch.setattr(suite, "_time", time)
+    first, second = suite.benchmark_gated_mlp((1,), (4,), (64,), (96,))
+    assert (first.status, second.status) == ("failed", "ok") and emptied == [1]
+    assert first.message == "OutOfMemoryError: 2 GiB"
+
+
 @pytest.mark.gpu
 def test_what_cannot_be_captured_says_how_to_time_it():
     def waits(x, gate_weight, up_weight, activation):
