@@ -15,6 +15,7 @@ from oss_fused.kernels import (
     quantize,
     rope,
     softmax,
+    weight_only,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "quantize",
     "rope",
     "softmax",
+    "weight_only",
 ]

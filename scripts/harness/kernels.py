@@ -14,6 +14,7 @@ import torch
 from harness.kernel_cases import Case, memory_cases
 from harness.kernel_gemm_cases import gemm_cases
 from harness.kernel_projection_cases import projection_cases
+from harness.kernel_weight_only_cases import weight_only_cases
 from oss_fused.bench.timing import copy_bandwidth, time_graphs
 from oss_fused.environment import fingerprint
 
@@ -27,7 +28,12 @@ def select(groups: Sequence[str] = (), contains: str = "") -> list[Case]:
     """Cases of ``groups`` (all if empty) whose name contains ``contains``."""
     return [
         case
-        for cases in (memory_cases(), gemm_cases(), projection_cases())
+        for cases in (
+            memory_cases(),
+            gemm_cases(),
+            projection_cases(),
+            weight_only_cases(),
+        )
         for case in cases
         if (not groups or case.group in groups) and contains in case.name
     ]
@@ -195,6 +201,8 @@ def figures(results: Sequence[dict[str, Any]]) -> dict[str, float]:
             [r["flops_per_second"] / 1e12 for r in rows("gemm_large") if r["M"] == r["K"] == 8192]
         ),
         "gated_mlp.speedup_min": _least([r["speedup"] for r in rows("gated_mlp")]),
+        "w8a16.speedup_b1": _least([r["speedup"] for r in rows("w8a16") if r["M"] == 1]),
+        "w8a16.speedup_min": _least([r["speedup"] for r in rows("w8a16")]),
     }
     return {f"kernels.{name}": value for name, value in values.items() if value is not None}
 

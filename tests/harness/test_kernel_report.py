@@ -41,6 +41,8 @@ ROWS = [
     row("gemm_small", 5.0, {"cutlass": 10.0}, M=1, K=64, N=64),
     row("gemm_small", 5.0, {"cutlass": 40.0}, M=4, K=64, N=64),
     row("gemm_large", 5.0, {"cublaslt": 4.0, "cutlass": 1.0}, M=8192, K=8192, N=8192),
+    row("w8a16", 5.0, {"bf16": 10.0}, M=1, K=64, N=64),
+    row("w8a16", 5.0, {"bf16": 6.0}, M=64, K=64, N=64),
     {"group": "rope_kv", "name": "rope_kv rows=1", "passed": False, "failure": "RuntimeError: x"},
 ]
 
@@ -53,6 +55,8 @@ def test_figures():
     assert figures["kernels.gemm_8192.tflops"] == pytest.approx(1000.0)
     assert figures["kernels.small_rows.time_ratio_max"] == pytest.approx(0.5)
     assert figures["kernels.norm_quant.bandwidth_min"] == pytest.approx(0.9)
+    assert figures["kernels.w8a16.speedup_b1"] == pytest.approx(2.0)
+    assert figures["kernels.w8a16.speedup_min"] == pytest.approx(1.2)
     assert "kernels.rope_kv.bandwidth" not in figures
 
 

@@ -108,6 +108,11 @@ CASES = {
     "rmsnorm_rope_backward": [(randn(2, 5, 256, seed=4), *norm_rope())],
     "rope_kv": [rope_kv()],
     "softmax": [(randn(5, 70), "online")],
+    "weight_only_linear": [
+        (randn(rows, 64), *weight(48, 64), bias)
+        for rows in (1, 2, 20)
+        for bias in (None, randn(48, seed=3))
+    ],
 }
 # codes are a grid of 3 mantissa bits: where a sum lands beside a tie the neighbour is as right
 TOLERANCE = {FP8: 0.02, BF16: 6e-3, torch.float32: 1e-5}

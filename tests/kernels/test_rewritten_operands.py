@@ -81,6 +81,13 @@ def linear(rows, n=2048, k=1024):
     return build
 
 
+def weight_only(rows, n=2048, k=1024):
+    def build(d):
+        return (d.randn(rows, k), d.randn(n, k, dtype=FP8), d.scale(n, 1), d.randn(n))
+
+    return build
+
+
 def rope(d, rows, dim=64):
     # 4 heads of q, 2 of k and of v
     caches = [torch.zeros(4, 16, 2, dim, dtype=BF16, device="cuda") for _ in range(2)]
@@ -133,6 +140,10 @@ def attention(d):
 _OPERATIONS = {
     **{f"fp8_gemm-{m}": ("fp8_gemm", product(m), (1, 3, 4)) for m in (1, 2, 8, 40, 300, 1100)},
     **{f"fp8_linear-{m}": ("fp8_linear", linear(m), (1, 2, 4)) for m in (1, 8, 300)},
+    **{
+        f"weight_only_linear-{m}": ("weight_only_linear", weight_only(m), (1, 2, 3))
+        for m in (1, 2, 8, 300, 2100)
+    },
     "quantize_fp8": ("quantize_fp8", lambda d: (d.randn(64, 1024), None, "channel"), ()),
     "quantize_fp8-static": (
         "quantize_fp8",

@@ -34,7 +34,7 @@ def test_weight_only_layers_keep_their_activations(dtype):
     codes, scale = get_kernel("torch", "quantize_fp8")(torch.randn(48, 64), None, "channel")
     x = (1 + torch.randn(5, 64) * 2**-9).to(dtype)
     bias = torch.randn(48).to(dtype)
-    served = linear._weight_only(x, linear._unpacked(codes), scale, bias)
+    served = linear._weight_only_linear(x, linear._unpacked(codes), scale, bias, True)
     exact = x.double() @ (codes.double() * scale).t() + bias.double()
     assert served.dtype == dtype
     # a sum rounded to the activations' dtype, scaled, and rounded again

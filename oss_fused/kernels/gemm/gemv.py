@@ -102,13 +102,14 @@ mul.rn.f16x2 $0, $0, factor;
 
 
 @triton.jit
-def _byte(words, index: tl.constexpr):
+def byte_of(words, index: tl.constexpr):
+    """The e4m3 code ``index`` of each word, as float32."""
     code = ((words >> (8 * index)) & 255).to(tl.uint8)
     return from_fp8(code.to(tl.float8e4nv, bitcast=True))
 
 
 @triton.jit
-def _half(words, high: tl.constexpr, BF16: tl.constexpr):
+def half_of(words, high: tl.constexpr, BF16: tl.constexpr):
     """The lower or higher 16-bit float of each word, as float32."""
     if BF16:
         bits = (words & -65536) if high else (words << 16)
@@ -121,8 +122,8 @@ def _half(words, high: tl.constexpr, BF16: tl.constexpr):
 @triton.jit
 def _amax_bits(words, BF16: tl.constexpr):
     """Largest magnitude per row of pairs [rows, words], as float32 bits; NaN above Inf."""
-    low = magnitude_bits(_half(words, False, BF16))
-    high = magnitude_bits(_half(words, True, BF16))
+    low = magnitude_bits(half_of(words, False, BF16))
+    high = magnitude_bits(half_of(words, True, BF16))
     return tl.max(tl.maximum(low, high), 1)
 
 
@@ -153,9 +154,9 @@ def _dot_words(x_low, x_high, w):
 def _dot_codes(x, w):
     """As _dot_words for x given as words of four codes [..., 4]."""
     if INTERPRETED:
-        total = _byte(x, 0) * _byte(w, 0)
+        total = byte_of(x, 0) * byte_of(w, 0)
         for i in tl.static_range(1, 4):
-            total += _byte(x, i) * _byte(w, i)
+            total += byte_of(x, i) * byte_of(w, i)
         return tl.sum(total, -1) * 0.015625
     else:
         x_low, x_high = tl.inline_asm_elementwise(
@@ -171,10 +172,10 @@ def _dot_pairs(x, w, inv, BF16: tl.constexpr):
     if INTERPRETED:
         pairs = x.reshape([shape[0], shape[1], shape[2], 4, 2])
         first, second = tl.split(pairs)
-        total = from_fp8(to_fp8(_half(first, False, BF16) * inv)) * _byte(w, 0)
-        total += from_fp8(to_fp8(_half(first, True, BF16) * inv)) * _byte(w, 1)
-        total += from_fp8(to_fp8(_half(second, False, BF16) * inv)) * _byte(w, 2)
-        total += from_fp8(to_fp8(_half(second, True, BF16) * inv)) * _byte(w, 3)
+        total = from_fp8(to_fp8(half_of(first, False, BF16) * inv)) * byte_of(w, 0)
+        total += from_fp8(to_fp8(half_of(first, True, BF16) * inv)) * byte_of(w, 1)
+        total += from_fp8(to_fp8(half_of(second, False, BF16) * inv)) * byte_of(w, 2)
+        total += from_fp8(to_fp8(half_of(second, True, BF16) * inv)) * byte_of(w, 3)
         return tl.sum(total, -1) * 0.015625
     else:
         halves = tl.inline_asm_elementwise(

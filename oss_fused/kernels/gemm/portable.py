@@ -60,8 +60,8 @@ def tile_of(index, blocks_m, blocks_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _load(source, first, end, k, stride, start, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """A box [ROWS, K] of an operand; zero outside of it."""
+def load_box(source, first, end, k, stride, start, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """A box [ROWS, TILE.k] of an operand; zero outside of it."""
     if TILE.tma:
         return source.load([first, start])
     else:
@@ -80,20 +80,20 @@ def _sums(a, b, first_m, first_n, sizes, strides, TILE: tl.constexpr):
     if TILE.swap:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for start in range(0, k, TILE.k):
-            w = _load(b, first_n, n, k, strides[1], start, BLOCK_N, TILE)
-            x = _load(a, first_m, m, k, strides[0], start, BLOCK_M, TILE)
+            w = load_box(b, first_n, n, k, strides[1], start, BLOCK_N, TILE)
+            x = load_box(a, first_m, m, k, strides[0], start, BLOCK_M, TILE)
             acc = dot_fp8(w, x.T, acc)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, k, TILE.k):
-            x = _load(a, first_m, m, k, strides[0], start, BLOCK_M, TILE)
-            w = _load(b, first_n, n, k, strides[1], start, BLOCK_N, TILE)
+            x = load_box(a, first_m, m, k, strides[0], start, BLOCK_M, TILE)
+            w = load_box(b, first_n, n, k, strides[1], start, BLOCK_N, TILE)
             acc = dot_fp8(x, w.T, acc)
     return acc
 
 
 @triton.jit
-def _shift(bias, offs_n, n, SWAP: tl.constexpr):
+def bias_of(bias, offs_n, n, SWAP: tl.constexpr):
     """Bias of a tile's columns, as a column where the tile is swapped; None without one."""
     shift = None
     if bias is not None:
@@ -103,7 +103,7 @@ def _shift(bias, offs_n, n, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _store(acc, token, channel, shift, out, offs_m, offs_n, m, n, SWAP: tl.constexpr):
+def store_tile(acc, token, channel, shift, out, offs_m, offs_n, m, n, SWAP: tl.constexpr):
     """Scale the sums, add the bias, round, and write what lies inside out [m, n]."""
     acc *= token
     acc *= channel
@@ -145,12 +145,12 @@ def _gemm_portable_kernel(
         wait_unless(PREFETCH)
         # everything that the epilogue needs arrives while the weights do
         channel = scale_column(b_scale, offs_n, offs_n < n, B_ROWS)
-        shift = _shift(bias, offs_n, n, True)
+        shift = bias_of(bias, offs_n, n, True)
         wait_for_inputs()
         start_next()
         token = scale_row(a_scale, offs_m, offs_m < m, A_ROWS)
         acc = _sums(a, b, first_m, first_n, sizes, strides, TILE)
-        _store(acc, token, channel, shift, out, offs_m, offs_n, m, n, True)
+        store_tile(acc, token, channel, shift, out, offs_m, offs_n, m, n, True)
     else:
         wait_for_inputs()
         start_next()
@@ -163,8 +163,8 @@ def _gemm_portable_kernel(
             offs_m, offs_n = first_m + range_m, first_n + range_n
             token = scale_column(a_scale, offs_m, offs_m < m, A_ROWS)
             channel = scale_row(b_scale, offs_n, offs_n < n, B_ROWS)
-            shift = _shift(bias, offs_n, n, False)
-            _store(acc, token, channel, shift, out, offs_m, offs_n, m, n, False)
+            shift = bias_of(bias, offs_n, n, False)
+            store_tile(acc, token, channel, shift, out, offs_m, offs_n, m, n, False)
 
 
 def _launch(

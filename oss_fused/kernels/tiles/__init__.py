@@ -21,6 +21,9 @@ ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 # kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
 GLUON_KERNELS = ("stream", "cooperative", "pingpong")
 
+# rows from which a weight-only product dequantises the weight and calls cuBLAS
+DENSE_ROWS = 2048
+
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
 # cycles of a tile beside its product, where its result leaves before the next product begins and
@@ -126,3 +129,43 @@ def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:
     if k % 512 == 0 and bucket <= 32:
         return {"block_k": 512, "num_stages": 4 if bucket == 32 else 5}
     return {"num_stages": 6 if bucket == 64 else 5}
+
+
+def choose_weight_only(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
+    """Kernel and tile sizes of the product of x [M, K] in 16 bits and FP8 weights [N, K]."""
+    bucket = row_bucket(m)
+    known = lookup(device, "weight_only_linear", f"{bucket}x{n}x{k}")
+    return weight_only_rule(bucket, n, k) if known is None else known
+
+
+@functools.cache
+def weight_only_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
+    """The tile of a shape that no table has."""
+    if bucket <= 2:
+        # two rows double the registers
+        block_k = 2048 if k % 2048 == 0 else 1024
+        return {"kernel": "gemv", "rows_n": 4, "block_k": block_k, "num_warps": block_k // 512}
+    if bucket >= DENSE_ROWS:
+        return {"kernel": "dense"}
+    block_n, block_m = (64 if bucket < 128 else 128), min(max(bucket, 16), 128)
+    options = _weight_only_options(block_n, block_m)
+    steps = -(-k // options["block_k"])
+    tiles = -(-n // block_n) * -(-bucket // block_m)
+    # as many parts of K as give each multiprocessor two CTAs, of four steps or more
+    parts = max(min(2 * _WAVE // tiles, steps // 4, 8), 1)
+    return {"kernel": "tile", **options, "splits": splits_of(steps, parts)}
+
+
+def _weight_only_options(block_n: int, block_m: int) -> dict[str, int]:
+    """A tile that leaves room for a second one in the multiprocessor: one converts meanwhile."""
+    wide = block_m >= 128
+    block_k, num_warps = (64, 8) if wide else (128, 4)
+    return {
+        **{"block_m": block_m, "block_n": block_n, "block_k": block_k},
+        **{"num_stages": 4, "num_warps": num_warps},
+    }
+
+
+def splits_of(steps: int, parts: int) -> int:
+    """At most ``parts`` parts of ``steps`` steps, of equal length but the last; none is empty."""
+    return -(-steps // -(-steps // parts))

@@ -50,6 +50,7 @@ from oss_fused.layers.vllm.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
 
 _fp8_gemm, _fp8_linear = direct("fp8_gemm"), direct("fp8_linear")
+_weight_only_linear = direct("weight_only_linear")
 
 FP8 = torch.float8_e4m3fn
 # what --load-format dummy fills scales with: codes of random weights then stay small
@@ -180,12 +181,17 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             # the linears fused into one share their input, and so one scale
             replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
         self._advertise(layer)
-        warm_linear(layer, self.apply, self.dtype)
+        warm_linear(layer, self.apply, self.dtype, self.weight_only)
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether activations keep their 16 bits."""
+        return self.bits16_inputs or self.scheme.input_activations is None
 
     def _advertise(self, layer: Any) -> None:
         """Tell producers of activations which quantised form this layer takes."""
         inputs = self.scheme.input_activations
-        if inputs is None or self.bits16_inputs:
+        if self.weight_only or inputs is None:
             return
         if inputs.dynamic:
             layer._input_quant_key = kFp8DynamicTokenSym
@@ -205,8 +211,8 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
             out = _fp8_gemm(rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True)
             return out.view(*x.orig_shape[:-1], -1)
-        if self.bits16_inputs or self.scheme.input_activations is None:
-            return _weight_only(x, layer.weight, layer.weight_scale, bias)
+        if self.weight_only:
+            return _weight_only_linear(x, layer.weight, layer.weight_scale, bias, True)
         input_scale = layer.input_scale if self.scheme.needs_data else None
         return _fp8_linear(x, layer.weight, layer.weight_scale, input_scale, bias, True)
 
@@ -219,22 +225,6 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     n, k = codes.shape
     numbers = codes.to(torch.bfloat16)
     return numbers.t().contiguous().t() if n > 2 * k else numbers
-
-
-def _weight_only(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """W8A16: activations keep their precision, the weight is dequantised at every call."""
-    if weight.dtype == torch.bfloat16:
-        # unpacked for a CPU; float16 activations do not fit into bf16
-        wide = x.dtype != torch.bfloat16
-        product = torch.nn.functional.linear(
-            x.float() if wide else x, weight.float() if wide else weight
-        )
-        out = product.float() * scale.view(-1)
-        return (out if bias is None else out + bias).to(x.dtype)
-    dense = torch.ops.oss_fused.dequantize_fp8(weight, scale, x.dtype)
-    return torch.nn.functional.linear(x, dense, bias)
 
 
 def _check_loaded(layer: Any, prefix: str) -> None:

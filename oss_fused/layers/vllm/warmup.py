@@ -50,13 +50,16 @@ def row_counts(limit: int, row_bytes: int) -> Iterator[int]:
         below = bucket
 
 
-def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+def warm_linear(
+    layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype, weight_only: bool
+) -> None:
     """Run a loaded FP8 linear layer, and what quantises its input, once per bucket.
 
     Args:
         layer: with weight [N, K] and, if a norm may quantise for it, ``_input_quant_key``.
         apply: the method's ``apply``.
         dtype: of the model.
+        weight_only: its input is not quantised.
     """
     weight = layer.weight
     if not weight.is_cuda:
@@ -64,7 +67,7 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
     n, k = weight.shape
     bias = getattr(layer, "bias", None)
     static = getattr(layer, "input_scale", None)
-    key = ("linear", n, k, bias is None, static is None, dtype, weight.device)
+    key = ("linear", n, k, bias is None, static is None, weight_only, dtype, weight.device)
     if key in _done:
         return
     _done.add(key)
@@ -74,6 +77,8 @@ def warm_linear(layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dty
     for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
         x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
         apply(layer, x, bias)
+        if weight_only:
+            continue
         # codes from a norm or an activation: at few rows another kernel than apply's
         codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
         torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype, True)

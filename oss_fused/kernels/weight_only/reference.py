@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: MIT
+"""Linear layer of FP8 weights and unquantised activations, in float32; on bf16 weights, bf16's."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.kernels.gemm.reference import BF16, bf16_product
+
+
+def weight_only_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """``(x @ weight.T) * weight_scale.T + bias``; see kernels/weight_only for the contract."""
+    n, k = weight.shape
+    rows = x.reshape(x.shape[:-1].numel(), k)
+    if x.dtype == weight.dtype == BF16:
+        product = bf16_product(rows, weight).float()
+    else:
+        # float16 activations do not fit into bf16
+        product = torch.mm(rows.float(), weight.float().t())
+    out = product * weight_scale.view(1, -1)
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype).view(*x.shape[:-1], n)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: MIT
+"""weight_only_linear against float64: every kernel, odd shapes, strides, values beyond numbers."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels import tiles
+from oss_fused.kernels.op import get_kernel
+from oss_fused.kernels.weight_only.gemv import MAX_ROWS
+from oss_fused.kernels.weight_only.tile import product_tile
+from oss_fused.kernels.weight_only.triton import KERNELS
+
+FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+# one rounding to x.dtype
+TOLERANCE = {BF16: 2**-8, FP16: 2**-11, torch.float32: 1e-5}
+op = torch.ops.oss_fused.weight_only_linear
+
+
+def operands(m, n, k, device, dtype=BF16, rows=True):
+    g = torch.Generator().manual_seed(m * n + k)
+    x = torch.randn(m, k, generator=g).to(dtype)
+    weight = torch.randn(n, k, generator=g).to(FP8)
+    scale = torch.rand(*((n, 1) if rows else (1,)), generator=g) + 0.5
+    return tuple(t.to(device) for t in (x, weight, scale, torch.randn(n, generator=g).to(dtype)))
+
+
+def exact(x, weight, scale, bias):
+    out = (x.double() @ weight.double().t()) * scale.double().view(1, -1)
+    return out if bias is None else out + bias.double()
+
+
+def relative_error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 64, 128), (2, 101, 1040), (3, 33, 160), (17, 130, 576), (70, 66, 96), (33, 31, 17)],
+)
+def test_values(backend, dtype, m, n, k, device):
+    """One rounding, however many rows: activations lose nothing on the way."""
+    for rows in (True, False):
+        *args, bias = operands(m, n, k, device, dtype, rows)
+        for shift in (None, bias):
+            got = get_kernel(backend, "weight_only_linear")(*args, shift)
+            assert got.dtype == dtype and got.shape == (m, n)
+            assert relative_error(got, exact(*args, shift)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_a_dequantised_weight(dtype, device):
+    """Many rows, float32: the weight is rounded to x.dtype, its sum once more."""
+    *args, bias = operands(tiles.DENSE_ROWS, 24, 32, device, dtype)
+    assert tiles.choose_weight_only(args[0].device, tiles.DENSE_ROWS, 24, 32)["kernel"] == "dense"
+    for shift in (None, bias):
+        got = get_kernel("triton", "weight_only_linear")(*args, shift)
+        assert relative_error(got, exact(*args, shift)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_code(dtype, device):
+    """All 256 codes by a unit vector each; NaN codes give NaN, in the rows of their weights."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(256, 16).view(FP8)
+    want = codes[:, :1].float().to(device)
+    for m in (1, 2, 16):
+        x = torch.zeros(m, 16, dtype=dtype)
+        x[:, 5] = 1
+        one = torch.ones(1, device=device)
+        got = op(x.to(device), codes.to(device), one, None).float()
+        assert got[:, 127].isnan().all() and got[:, 255].isnan().all()
+        torch.testing.assert_close(got.t(), want.expand(256, m), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_values_that_are_no_numbers_stay_in_their_row(m, device):
+    *args, _ = operands(m, 40, 64, device)
+    clean = op(*args, None)
+    args[0][m - 1, 3] = float("nan")
+    got = op(*args, None)
+    assert got[m - 1].isnan().all() and torch.equal(got[: m - 1], clean[: m - 1])
+    args[0][m - 1, 3] = float("inf")
+    assert not op(*args, None)[m - 1].isfinite().any()
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_large_values_become_infinite_and_small_ones_stay(m, device):
+    x = torch.full((m, 32), 60000.0, dtype=FP16, device=device)
+    weight = torch.full((8, 32), 448.0, device=device).to(FP8)
+    one = torch.ones(8, 1, device=device)
+    assert op(x, weight, one, None).isinf().all()
+    assert op(x, weight, one * 1e-6, None).isfinite().all()
+    # the least code times a scale: a float16 or bfloat16 weight would be 0
+    tiny = torch.full((8, 32), 2.0**-9, device=device).to(FP8)
+    got = op(x, tiny, one * 2**-20, None).float()
+    assert torch.equal(got, torch.full_like(got, 32 * 60000 * 2.0**-29).half().float())
+
+
+@pytest.mark.parametrize("m", [0, 1, 2, 7])
+def test_empty_sizes(m, device):
+    for n, k in ((8, 0), (0, 16), (8, 16)):
+        *args, bias = operands(m, n, k, device)
+        got = op(*args, bias)
+        assert got.shape == (m, n)
+        if k == 0:
+            assert torch.equal(got, bias.expand(m, n))
+
+
+@pytest.mark.parametrize("m", [1, 2, 6])
+def test_strides(m, device):
+    """Columns of a wider tensor, every other row, a transposed x, leading dimensions."""
+    x, weight, scale, bias = operands(2 * m, 32, 96, device)
+    wide = torch.cat([weight.view(torch.uint8)] * 2, 1).view(FP8)
+    cases = [
+        (x[::2], weight),
+        (x[:m, :64], weight[:, :64]),
+        (x[:m, 1:65], weight[:, 1:65]),
+        (x[:m], wide[:, 96:]),
+        (x[:m].t().contiguous().t(), weight),
+    ]
+    for rows, codes in cases:
+        want = exact(rows, codes, scale, bias)
+        assert relative_error(op(rows, codes, scale, bias), want) < TOLERANCE[BF16]
+    nested = x.view(2, m, 96)
+    got = op(nested, weight, scale, bias)
+    assert got.shape == (2, m, 32)
+    assert torch.equal(got.view(2 * m, 32), op(x, weight, scale, bias))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("tma", [True, False])
+def test_splits_of_k(splits, tma, device):
+    """The last part shorter than the others; scale and bias once."""
+    x, weight, scale, bias = operands(20, 72, 320, device)
+    out = torch.empty(20, 72, dtype=BF16, device=device)
+    options = {"block_m": 16, "block_k": 64, "splits": tiles.splits_of(5, splits), "tma": tma}
+    product_tile(x, weight, scale, bias, out, **options)
+    assert relative_error(out, exact(x, weight, scale, bias)) < TOLERANCE[BF16]
+
+
+def test_no_part_of_k_is_empty():
+    for steps in range(1, 40):
+        for parts in range(1, 9):
+            splits = tiles.splits_of(steps, parts)
+            each = -(-steps // splits)
+            assert 1 <= splits <= parts and each * (splits - 1) < steps <= each * splits
+
+
+def test_rules_name_options_of_their_kernels():
+    for n, k in ((1024, 2880), (2880, 4096), (28672, 4096), (201088, 2880), (8, 16)):
+        for bucket in tiles.ROW_BUCKETS:
+            config = dict(tiles.weight_only_rule(bucket, n, k))
+            name = config.pop("kernel")
+            assert config.keys() <= inspect.signature(KERNELS[name]).parameters.keys()
+            assert name != "gemv" or bucket <= MAX_ROWS
+            if name == "tile":
+                steps = -(-k // config["block_k"])
+                assert config["splits"] == tiles.splits_of(steps, config["splits"])
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_the_operator(m, check_op, device):
+    *args, bias = operands(m, 48, 64, device)
+    check_op(op.default, (*args, bias))
+    check_op(op.default, (*args, None, True))
+
+
+def test_wrong_arguments(device):
+    x, weight, scale, bias = operands(3, 8, 16, device)
+    with pytest.raises(ShapeMismatchError, match=r"x.shape=\(3, 15\)"):
+        op(x[:, :15], weight, scale, bias)
+    with pytest.raises(ShapeMismatchError, match="weight_scale.shape"):
+        op(x, weight, scale[:3], bias)
+    with pytest.raises(ShapeMismatchError, match="bias.shape"):
+        op(x, weight, scale, bias[:3])
+    with pytest.raises(UnsupportedDtypeError, match="weight.dtype=torch.float16"):
+        op(x, weight.half(), scale, bias)
+    with pytest.raises(UnsupportedDtypeError, match="weight_scale.dtype"):
+        op(x, weight, scale.double(), bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 3, 16, 64, 100, 300, 1000, 3000])
+@pytest.mark.parametrize(("n", "k"), [(5120, 2880), (2880, 4096), (1000, 512)])
+def test_a_graph_replays_what_runs_eagerly(m, n, k, device):
+    """Models' own shapes by the tiles that serve, in a graph and twice: the same bits each time."""
+    *args, bias = operands(m, n, k, device)
+    eager = op(*args, bias, True)
+    assert relative_error(eager, exact(*args, bias)) < 2 * TOLERANCE[BF16]
+    assert torch.equal(op(*args, bias), eager)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(*args, bias, True)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, eager)
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_after_the_buckets_ran(device):
+    from triton import knobs
+
+    *args, bias = operands(3000, 1024, 512, device)
+
+    def run(rows):
+        op(args[0][:rows], *args[1:], bias, True)
+
+    for rows in (*(r for r in tiles.ROW_BUCKETS if r < 3000), 3000):
+        run(rows)
+    compiled = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda *_, **info: compiled.append(info.get("repr"))
+    try:
+        for rows in (1, 2, 3, 5, 15, 17, 31, 33, 63, 65, 127, 129, 255, 300, 511, 700, 1025, 2999):
+            run(rows)
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 40])
+def test_compiled_in_one_graph(m, device):
+    *args, bias = operands(m, 256, 512, device)
+    compiled = torch.compile(lambda *a: op(*a), fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(*args, bias), op(*args, bias))
