@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 11), (3, 14))
 TORCH_REMEDY = (
-    "PyTorch's CPU wheels live on PyTorch's own index. Put torch in place once with\n"
+    "If the index lacks PyTorch's CPU build, install it with uv (python3 -m pip install uv):\n"
     "    uv venv --seed .venv\n"
     "    uv pip install --python .venv --torch-backend cpu torch==2.13.0\n"
     "  and run this again."
@@ -121,6 +121,11 @@ def install(venv: Path, flavour: str, lock: Path) -> None:
     steps: list[Step] = []
     if not python.exists():
         steps.append(Step(f"make {venv.name}", [[sys.executable, "-m", "venv", str(venv)]]))
+    elif not (venv / "bin" / "pip").exists():
+        # made by `uv venv` without --seed
+        steps.append(
+            Step(f"install pip in {venv.name}", [[str(python), "-m", "ensurepip", "--default-pip"]])
+        )
     hint = TORCH_REMEDY if flavour == "cpu" else "check the network and the free disk (12 GB)"
     with tempfile.TemporaryDirectory() as scratch:
         count, shares = divide(lock, Path(scratch))

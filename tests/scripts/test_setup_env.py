@@ -43,3 +43,22 @@ def test_a_failure_ends_the_others_and_is_told() -> None:
     with pytest.raises(StepFailed, match=r"(?s)\[1/1\] install.*no such package\n  check the disk"):
         script["run_step"](Step("[1/1] install", [sleep, fail], "check the disk"))
     assert time.monotonic() - begin < 30
+
+
+def test_an_environment_without_pip_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `uv venv` makes it without --seed."""
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").symlink_to(sys.executable)
+    titles = []
+    install = script["install"]
+    monkeypatch.setitem(install.__globals__, "run_step", lambda step: titles.append(step.title))
+    lock = ROOT / "deploy/cuda/requirements.lock"
+    install(venv, "cuda", lock)
+    assert titles[0] == f"[1/{len(titles)}] install pip in .venv"
+    (venv / "bin/pip").touch()
+    del titles[:]
+    install(venv, "cuda", lock)
+    assert titles[0].startswith("[1/") and "locked packages" in titles[0]
