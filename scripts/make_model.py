@@ -11,7 +11,7 @@ to the disk: a 20b of 13 GiB never needs more than a few layers of memory.
   make_model.py --arch llama --size 8b --device cuda --output /tmp/llama-8b
   make_model.py --size 20b --draft specforge --device cuda --output /tmp/eagle3-20b
 
---draft writes an EAGLE-3 head for the model instead of the model.
+--draft writes a draft head for the model (EAGLE-3, P-EAGLE, DFlash) instead of the model.
 
 Exit codes: 0 made, 1 writing failed (nothing is left), 2 bad arguments.
 """
@@ -66,7 +66,7 @@ def parse_args(
         "--format", choices=("bf16", "mxfp4"), default="bf16", help="of the experts; default: bf16"
     )
     parser.add_argument(
-        "--draft", choices=layouts, help="write an EAGLE-3 head for the model, in this layout"
+        "--draft", choices=layouts, help="write a draft head for the model, in this layout"
     )
     parser.add_argument("--layers", type=positive, help="another number of layers")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Random EAGLE-3 heads of published shapes, for speculative decoding of the models made here.
+"""Random draft heads, for speculative decoding of the models made here.
 
-A head is one Llama layer that reads a token's embedding and three hidden states of the target, and
-an output head over the tokens that are most frequent. Its drafts are noise: use it with vLLM's
-synthetic acceptance, or to show that drafts leave the text as it is. Two layouts:
+An EAGLE-3 head is one Llama layer that reads a token's embedding and three hidden states of the
+target, and an output head over the tokens that are most frequent. Its drafts are noise: use it with
+vLLM's synthetic acceptance, or to show that drafts leave the text as it is. Layouts:
 
 - ``specforge``, of nebius/EAGLE3-gpt-oss-20b: the target's embedding, its layer named ``midlayer``;
 - ``speculators``, of RedHatAI/gpt-oss-20b-speculator.eagle3: an embedding of its own, a norm before
-  the three hidden states are combined, and a config.json that names the target.
+  the three hidden states are combined, and a config.json that names the target;
+- ``peagle``: as ``speculators``, with a hidden state that stands for those of drafts, so that one
+  pass makes all drafts;
+- ``dflash``: Qwen3 layers that make all drafts in one pass, with the target's embedding and head.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from harness.model_factory import Maker, Shape, check_device, draw_attention, dr
 from oss_fused.errors import UnsupportedModelError
 from oss_fused.files import write_json
 
-LAYOUTS = ("specforge", "speculators")
+LAYOUTS = ("specforge", "speculators", "peagle", "dflash")
 # of both published heads of gpt-oss-20b, whose hidden size is 2880
 INTERMEDIATE_PER_HIDDEN = 6
 # tokens that a head can draft; 0.4 billion parameters with them
 DRAFT_VOCABULARY = 64000
 _SEEN_STATES = 3
+_DFLASH_LAYERS = 1
 
 
 def make_draft(
@@ -38,7 +42,7 @@ def make_draft(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Write a random EAGLE-3 head for ``target``, complete or not at all; return its weight bytes.
+    """Write a random draft head for ``target``, complete or not at all; return its weight bytes.
 
     Args:
         output: the folder to create.
@@ -58,7 +62,8 @@ def make_draft(
     make = Maker(torch.Generator(device).manual_seed(seed), torch.device(device))
     with atomic_folder(output) as folder:
         with ShardWriter(folder) as writer:
-            for group in _tensor_groups(target, layout, make):
+            draw = _dflash_groups if layout == "dflash" else _eagle_groups
+            for group in draw(target, layout, make):
                 writer.add(group)
         write_json(folder / "config.json", _config(target, layout))
     return writer.total_bytes
@@ -69,25 +74,30 @@ def seen_layers(layers: int) -> tuple[int, ...]:
     return (2, layers // 2, layers - 3) if layers > 5 else (0, layers // 2, layers)
 
 
-def _tensor_groups(target: Shape, layout: str, make: Maker) -> Iterator[dict[str, torch.Tensor]]:
-    hidden, known = target.hidden, _vocabulary(target)
-    own = layout == "speculators"
-    prefix = "layers.0." if own else "midlayer."
-    layer = draw_attention(
-        make,
-        prefix + "self_attn.",
-        target.heads,
-        target.kv_heads,
-        target.head_dim,
-        2 * hidden,
-        hidden,
-    )
+def _layer(
+    target: Shape, prefix: str, inner: int, norms: tuple[str, ...], make: Maker
+) -> dict[str, torch.Tensor]:
+    """A decoder layer whose projections read [T, inner]."""
+    hidden, sizes = target.hidden, (target.heads, target.kv_heads, target.head_dim)
+    layer = draw_attention(make, prefix + "self_attn.", *sizes, inner, hidden)
     layer |= draw_mlp(make, prefix + "mlp.", hidden, INTERMEDIATE_PER_HIDDEN * hidden)
-    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+    for norm in ("input_layernorm", "post_attention_layernorm", *norms):
         layer[f"{prefix}{norm}.weight"] = make.norm(hidden)
-    layer["fc.weight"] = make.linear(hidden, _SEEN_STATES * hidden)
-    layer["norm.weight"] = make.norm(hidden)
-    yield layer
+    return layer
+
+
+def _ends(target: Shape, make: Maker) -> dict[str, torch.Tensor]:
+    """What combines the target's hidden states, and the last norm."""
+    hidden = target.hidden
+    combine = make.linear(hidden, _SEEN_STATES * hidden)
+    return {"fc.weight": combine, "norm.weight": make.norm(hidden)}
+
+
+def _eagle_groups(target: Shape, layout: str, make: Maker) -> Iterator[dict[str, torch.Tensor]]:
+    hidden, known = target.hidden, _vocabulary(target)
+    own = layout != "specforge"
+    prefix = "layers.0." if own else "midlayer."
+    yield _layer(target, prefix, 2 * hidden, ("hidden_norm",), make) | _ends(target, make)
     ids = torch.randperm(target.vocab, generator=make.generator, device=make.device)[:known]
     ids = ids.sort().values
     drafted = torch.zeros(target.vocab, dtype=torch.bool, device=make.device)
@@ -103,6 +113,18 @@ def _tensor_groups(target: Shape, layout: str, make: Maker) -> Iterator[dict[str
             "embed_tokens.weight": make.normal(target.vocab, hidden, std=1.0),
             "input_norm.weight": make.norm(_SEEN_STATES * hidden),
         }
+    if layout == "peagle":
+        yield {"mask_hidden": make.normal(1, _SEEN_STATES * hidden, std=1.0)}
+
+
+def _dflash_groups(target: Shape, _: str, make: Maker) -> Iterator[dict[str, torch.Tensor]]:
+    for number in range(_DFLASH_LAYERS):
+        prefix = f"layers.{number}."
+        layer = _layer(target, prefix, target.hidden, (), make)
+        for norm in ("q_norm", "k_norm"):
+            layer[f"{prefix}self_attn.{norm}.weight"] = make.norm(target.head_dim)
+        yield layer
+    yield _ends(target, make) | {"hidden_norm.weight": make.norm(target.hidden)}
 
 
 def _vocabulary(target: Shape) -> int:
@@ -135,17 +157,28 @@ def _config(target: Shape, layout: str) -> dict[str, Any]:
     }
     if layout == "specforge":
         return layer | draft
-    return draft | {
-        "architectures": ["Eagle3Speculator"],
-        "dtype": "bfloat16",
-        "norm_before_fc": True,
-        "norm_before_residual": True,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"architectures": ["GptOssForCausalLM"], "name_or_path": "target"},
-        },
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
-    }
+    # a token that no text has stands for what is to be drafted
+    mask = {"mask_token_id": target.vocab - 1}
+    if layout == "dflash":
+        seen = {"target_layer_ids": [i - 1 for i in seen_layers(target.layers)]}
+        names = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+        return layer | names | {"num_hidden_layers": _DFLASH_LAYERS, "dflash_config": mask | seen}
+    kind = "eagle3" if layout == "speculators" else "peagle"
+    return (
+        draft
+        | (mask if kind == "peagle" else {})
+        | {
+            "architectures": ["Eagle3Speculator"],
+            "dtype": "bfloat16",
+            "norm_before_fc": True,
+            "norm_before_residual": True,
+            "speculators_config": {
+                "algorithm": kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"architectures": ["GptOssForCausalLM"], "name_or_path": "target"},
+            },
+            "speculators_model_type": kind,
+            "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+        }
+    )

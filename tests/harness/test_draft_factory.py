@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Random EAGLE-3 heads: the tensors and configuration of published ones; vLLM loads them:
-tests/plugin/test_drafts.py."""
+"""Random draft heads: the tensors and configuration of published ones; vLLM loads them:
+tests/plugin/test_drafts.py, test_drafts_gpu.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.draft_factory import LAYOUTS, make_draft, seen_layers
+from harness.draft_factory import make_draft, seen_layers
 from harness.model_factory import get_shape
 from safetensors.torch import load_file
 
@@ -62,7 +62,25 @@ def test_speculators_layout(tmp_path):
     assert config["transformer_layer_config"]["num_hidden_layers"] == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peagle_layout(tmp_path):
+    tensors, config = made(tmp_path / "draft", "peagle")
+    assert len(tensors) == 18 and list(tensors["mask_hidden"].shape) == [1, 3 * TINY.hidden]
+    assert config["mask_token_id"] == 1023 and config["speculators_model_type"] == "peagle"
+    assert config["speculators_config"]["algorithm"] == "peagle"
+
+
+def test_dflash_layout(tmp_path):
+    tensors, config = made(tmp_path / "draft", "dflash")
+    # its queries read the hidden state alone, and head and embedding are the target's
+    assert list(tensors["layers.0.self_attn.q_proj.weight"].shape) == [256, TINY.hidden]
+    assert list(tensors["layers.0.self_attn.k_norm.weight"].shape) == [TINY.head_dim]
+    assert len(tensors) == 11 + 3 and "lm_head.weight" not in tensors
+    assert config["architectures"] == ["DFlashDraftModel"] and config["num_hidden_layers"] == 1
+    # the states behind these layers: one less than those that EAGLE-3 names
+    assert config["dflash_config"] == {"mask_token_id": 1023, "target_layer_ids": [-1, 0, 1]}
+
+
+@pytest.mark.parametrize("layout", ["specforge", "speculators", "peagle"])
 def test_a_draft_names_tokens_of_the_target(layout, tmp_path):
     tensors, _ = made(tmp_path / "draft", layout)
     ids = torch.arange(512) + tensors["d2t"]

@@ -271,3 +271,22 @@ def test_many_splits_in_a_graph_give_the_same_bits(device):
         assert torch.equal(args[5], first)
     expected, _ = both(args, sinks=tail[2])
     torch.testing.assert_close(first, expected, **TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_any_number_of_queries_up_to_its_own(device):
+    args, (starts, most) = with_queries(device, [4000, 700, 90, 33], [4] * 4, q_heads=64, heads=8)
+    tail = (0.125, 0, torch.zeros(64, device=device).bfloat16(), None, None, None, True)
+    run = lambda: torch.ops.oss_fused.decode_attention(*args, *tail, starts, most)  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    # sequences without drafts, with some, without a query: vLLM's padding of a graph's batch
+    for counts in ([4, 4, 4, 4], [1, 4, 2, 0], [3, 0, 0, 0]):
+        starts.copy_(torch.tensor([0, *counts], device=device).cumsum(0))
+        expected, _ = both(args, sinks=tail[2], several=(starts, most))
+        args[5].fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(args[5], expected, **TOLERANCE, equal_nan=True)
