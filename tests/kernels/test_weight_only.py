@@ -152,16 +152,23 @@ def test_no_part_of_k_is_empty():
             assert 1 <= splits <= parts and each * (splits - 1) < steps <= each * splits
 
 
-def test_rules_name_options_of_their_kernels():
-    for n, k in ((1024, 2880), (2880, 4096), (28672, 4096), (201088, 2880), (8, 16)):
-        for bucket in tiles.ROW_BUCKETS:
-            config = dict(tiles.weight_only_rule(bucket, n, k))
-            name = config.pop("kernel")
-            assert config.keys() <= inspect.signature(KERNELS[name]).parameters.keys()
-            assert name != "gemv" or bucket <= MAX_ROWS
-            if name == "tile":
-                steps = -(-k // config["block_k"])
-                assert config["splits"] == tiles.splits_of(steps, config["splits"])
+def test_rules_and_tables_fit_the_launchers():
+    shapes = ((1024, 2880), (2880, 4096), (28672, 4096), (201088, 2880), (8, 16))
+    named = {
+        f"{bucket}x{n}x{k}": tiles.weight_only_rule(bucket, n, k)
+        for n, k in shapes
+        for bucket in tiles.ROW_BUCKETS
+    }
+    named |= tiles.load_table("NVIDIA H200").get("weight_only_linear", {})
+    for shape, options in named.items():
+        bucket, _, k = (int(part) for part in shape.split("x"))
+        config = dict(options)
+        name = config.pop("kernel")
+        assert config.keys() <= inspect.signature(KERNELS[name]).parameters.keys(), shape
+        assert name != "gemv" or bucket <= MAX_ROWS, shape
+        if name == "tile":
+            steps = -(-k // config["block_k"])
+            assert config["splits"] == tiles.splits_of(steps, config["splits"]), shape
 
 
 @pytest.mark.parametrize("m", [1, 5])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.functional import fused_gated_mlp, fused_rmsnorm_rope
 from oss_fused.layers import FP8Linear, FusedGatedMLP, FusedRMSNorm, FusedRMSNormRoPE
 from oss_fused.specs import RMSNormRoPEInput
@@ -65,6 +65,26 @@ def test_fp8_linear(bias):
     assert 0 < (out - exact).norm() / exact.norm() < 0.06
     # with a graph the same numbers come out
     torch.testing.assert_close(module(x.requires_grad_()).detach(), out, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_only_linear(dtype):
+    """Inputs lose nothing: the product of the dequantised weight, and its gradient."""
+    linear = nn.Linear(64, 24, dtype=dtype)
+    module = FP8Linear.from_linear(linear, quantize_inputs=False)
+    assert "inputs=16 bits" in repr(module)
+    x = torch.randn(2, 3, 64, dtype=dtype, requires_grad=True)
+    wide = (module.weight.float() * module.weight_scale).double()
+    exact = x.double() @ wide.t() + linear.bias.double()
+    with torch.no_grad():
+        out = module(x)
+    assert out.dtype == dtype and out.shape == (2, 3, 24)
+    assert (out - exact).norm() / exact.norm() < (1e-6 if dtype == torch.float32 else 2**-8)
+    module(x).sum().backward()
+    expected = torch.ones(2, 3, 24).double() @ wide
+    assert (x.grad - expected).norm() / expected.norm() < 2**-7
+    with pytest.raises(SchemeError, match=r"quantize_inputs=False: expected input_scale=None"):
+        FP8Linear.from_linear(linear, torch.ones(1), quantize_inputs=False)
 
 
 def test_fp8_linear_state_dict_round_trip_and_moved_weights():

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from oss_fused.errors import UnsupportedModelError
-from oss_fused.layers import PatchPolicy, patch_model
+from oss_fused.layers import FP8Linear, PatchPolicy, patch_model
 
 SIZES = {
     "vocab_size": 97,
@@ -84,6 +84,21 @@ def test_fp8_patch_is_close_and_undo_is_exact(kind):
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_only_linears_keep_their_inputs(kind):
+    """Every linear by itself, and logits closer than those of FP8 inputs."""
+    model, both = make(kind), make(kind)
+    before = logits(model)
+    report = patch_model(model, PatchPolicy(linears="w8a16"))
+    patch_model(both)
+    assert report.count("FP8Linear") == (8 if kind == "GptOss" else 14)
+    assert report.count("FusedGatedMLP") == 0
+    linears = [m for m in model.modules() if isinstance(m, FP8Linear)]
+    assert not any(m.quantize_inputs for m in linears)
+    weights, weights_and_inputs = ((logits(m) - before).norm() for m in (model, both))
+    assert 0 < weights < weights_and_inputs
+
+
 def test_padded_batch_with_positions_of_its_own():
     model = make("Qwen3")
     positions = torch.stack([torch.arange(12), torch.arange(3, 15)])
@@ -121,7 +136,7 @@ def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
     model = make("Llama")
     before, calls = str(model), []
 
-    def fails_later(linear):
+    def fails_later(linear, **options):
         calls.append(linear)
         if len(calls) == 3:
             raise MemoryError("no room")

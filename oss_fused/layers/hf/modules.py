@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oss_fused import autograd, functional
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.checks import (
     ACTIVATIONS,
     ON_OVERFLOW,
@@ -208,13 +208,14 @@ class FusedGatedMLP(HoldsCodes):
 
 
 class FP8Linear(HoldsCodes):
-    """A linear layer with FP8 weights, one scale per output channel, and FP8 inputs per token.
+    """A linear layer with FP8 weights, one scale per output channel, and FP8 inputs by default.
 
     Args:
         in_features: K, size of the last dimension of x.
         out_features: N.
         bias: whether to add one.
         dtype: of the bias, and of the weights that ``from_linear`` quantises.
+        quantize_inputs: quantise x per token; False multiplies it as it is (W8A16).
         on_overflow: what happens where an ``input_scale`` is too small for a row of x: "adjust"
             (that row gets the scale that fits), "saturate" or "raise"; see ``quantize_fp8``.
 
@@ -225,7 +226,7 @@ class FP8Linear(HoldsCodes):
 
     Raises:
         ShapeMismatchError: a size below 1, or the shape of a scale.
-        SchemeError: unknown ``on_overflow``.
+        SchemeError: unknown ``on_overflow``, or an ``input_scale`` of inputs that stay as they are.
         UnsupportedDtypeError: ``dtype``, or x's, the bias's or a scale's dtype.
         NumericalOverflowError: a value of a scale; or x, with ``on_overflow="raise"``.
     """
@@ -235,6 +236,8 @@ class FP8Linear(HoldsCodes):
     weight: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor | None
+    # of a module pickled without it
+    quantize_inputs = True
 
     def __init__(
         self,
@@ -242,6 +245,7 @@ class FP8Linear(HoldsCodes):
         out_features: int,
         bias: bool = True,
         *,
+        quantize_inputs: bool = True,
         on_overflow: str = "adjust",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -250,17 +254,18 @@ class FP8Linear(HoldsCodes):
         super().__init__()
         check_sizes(1, in_features=in_features, out_features=out_features)
         start = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(start.weight.detach(), start.bias, on_overflow)
+        self._take(start, quantize_inputs, on_overflow)
 
-    def _take(self, weight: torch.Tensor, bias: nn.Parameter | None, on_overflow: str) -> None:
+    def _take(self, linear: nn.Linear, quantize_inputs: bool, on_overflow: str) -> None:
         check_choice("on_overflow", on_overflow, ON_OVERFLOW)
-        self.on_overflow = on_overflow
+        self.quantize_inputs, self.on_overflow = quantize_inputs, on_overflow
+        weight = linear.weight.detach()
         self.out_features, self.in_features = weight.shape
         codes, scale = functional.quantize_fp8(weight, strategy="channel")
         self.register_buffer("weight", codes)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", None)
-        self.bias = bias
+        self.bias = linear.bias
         self._unpacked: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -273,6 +278,7 @@ class FP8Linear(HoldsCodes):
         linear: nn.Linear,
         input_scale: torch.Tensor | None = None,
         *,
+        quantize_inputs: bool = True,
         on_overflow: str = "adjust",
     ) -> FP8Linear:
         """Quantise an existing layer; the bias is shared.
@@ -280,14 +286,20 @@ class FP8Linear(HoldsCodes):
         Args:
             linear: the layer.
             input_scale: static scale [1] of the inputs; None quantises them per token.
+            quantize_inputs: as in the class.
             on_overflow: as in the class.
         """
         if input_scale is not None:
+            if not quantize_inputs:
+                raise SchemeError(
+                    "quantize_inputs=False: expected input_scale=None, found a tensor of shape "
+                    f"{tuple(input_scale.shape)}"
+                )
             check_scale("input_scale", input_scale, 1)
             check_scale_values("input_scale", input_scale)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take(linear.weight.detach(), linear.bias, on_overflow)
+        made._take(linear, quantize_inputs, on_overflow)
         made.input_scale = input_scale
         return made
 
@@ -306,6 +318,8 @@ class FP8Linear(HoldsCodes):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._kernel_weight()
+        if not self.quantize_inputs:
+            return _ops.weight_only_linear(x, weight, self.weight_scale, self.bias)
         if self.input_scale is None or self.on_overflow == "saturate":
             return _ops.fp8_linear(x, weight, self.weight_scale, self.input_scale, self.bias)
         check_arguments("fp8_linear", x, weight, self.weight_scale, self.input_scale, self.bias)
@@ -336,8 +350,8 @@ class FP8Linear(HoldsCodes):
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
+        inputs = "per token" if self.input_scale is None else "static"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, "
-            f"inputs={'per token' if self.input_scale is None else 'static'}"
+            f"bias={self.bias is not None}, inputs={inputs if self.quantize_inputs else '16 bits'}"
         )

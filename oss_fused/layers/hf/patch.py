@@ -29,7 +29,8 @@ class PatchPolicy:
         norms: RMSNorm modules by FusedRMSNorm.
         qk_norm_rope: the norms of q and k together with RoPE, where a model has them (Qwen3).
         mlps: gated MLPs by FusedGatedMLP.
-        linears: "fp8" for FP8 weights (MLPs included), or None to keep their dtype.
+        linears: "fp8" for FP8 weights and inputs (MLPs included), "w8a16" for FP8 weights alone
+            (then MLPs keep their three linears), or None to keep their dtype.
         ignore: what to leave alone.
     """
 
@@ -41,11 +42,16 @@ class PatchPolicy:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.linears not in ("fp8", None):
-            raise SchemeError(f"linears={self.linears!r}: expected 'fp8' or None")
+        if self.linears not in ("fp8", "w8a16", None):
+            raise SchemeError(f"linears={self.linears!r}: expected 'fp8', 'w8a16' or None")
         for entry in self.ignore:
             if entry.startswith("re:"):
                 re.compile(entry[3:])
+
+    @property
+    def fuses_mlps(self) -> bool:
+        """Whether gated MLPs are replaced as a whole: the fused kernel quantises its input."""
+        return self.mlps and self.linears != "w8a16"
 
     def ignores(self, name: str) -> bool:
         """Whether the module ``name`` is to be left alone."""
@@ -142,12 +148,13 @@ def _patch_one(
             report.skipped.append((name, f"odd size {module.weight.shape[0]}"))
         else:
             _replace(report, model, name, FusedRMSNorm(module.weight, module.variance_epsilon))
-    elif policy.mlps and hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
+    elif policy.fuses_mlps and hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
         _patch_mlp(report, policy, model, name, module)
     elif type(module).__name__.endswith("Experts"):
         report.skipped.append((name, "experts are replaced where vLLM serves the model"))
-    elif policy.linears == "fp8" and type(module) is nn.Linear:
-        _replace(report, model, name, FP8Linear.from_linear(module))
+    elif policy.linears is not None and type(module) is nn.Linear:
+        made = FP8Linear.from_linear(module, quantize_inputs=policy.linears == "fp8")
+        _replace(report, model, name, made)
 
 
 def _patch_mlp(
