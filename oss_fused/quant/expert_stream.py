@@ -12,13 +12,13 @@ from torch import nn
 from oss_fused.quant.experts import PARTS, expert_to_fp8
 from oss_fused.quant.formats import dequantize, fake_quantize
 from oss_fused.quant.mxfp4 import unpack_mxfp4
-from oss_fused.quant.mxfp4_rounding import Mxfp4Rounder, Packed, round_to_mxfp4_with_feedback
-from oss_fused.quant.rounding import (
-    InputBasis,
-    InputMoments,
-    input_basis,
-    round_with_feedback,
+from oss_fused.quant.mxfp4_rounding import (
+    KeptBlocks,
+    Mxfp4Rounder,
+    Packed,
+    round_to_mxfp4_with_feedback,
 )
+from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 
 # key of the products of what down_proj's inputs lost to rounding with those inputs
 _LOST = "lost"
@@ -52,19 +52,18 @@ class ExpertWatch:
         for part, short in PARTS:
             for expert in range(self.experts.num_experts):
                 name = f"{module}.{expert}.{short}"
-                basis = self._basis(part, expert, name)
-                if basis is not None:
+                seen = self._seen(part, expert)
+                if seen is not None:
                     weight = _matrix(self.experts, part, expert)
-                    q, scale = round_with_feedback(weight, basis)
+                    q, scale = round_with_feedback(weight, input_basis(seen.mean(name)))
                     result[name] = (q.cpu(), scale.cpu())
         return result
 
-    def _basis(self, part: str, expert: int, name: str) -> InputBasis | None:
-        """Of an expert's inputs, whose moments are dropped; None if they are too few."""
+    def _seen(self, part: str, expert: int) -> InputMoments | None:
+        """Moments of an expert's inputs, dropped here; None if they are too few."""
         moments = (self._moments or {}).pop((part, expert), None)
-        if moments is None or moments.count < len(moments.total):
-            return None
-        return input_basis(moments.mean(name))
+        width = _matrix(self.experts, part, expert).shape[1]
+        return None if moments is None or moments.count < width else moments
 
     def _see(self, experts: Any, arguments: tuple[Any, ...]) -> None:
         hidden, indices, weights = arguments
@@ -97,7 +96,11 @@ class Mxfp4ExpertWatch(ExpertWatch):
     A token's error counts as much as its output: with the square of the share that the router gives
     the expert. Two passes over the data: the first is for gate_up_proj; in the second the inputs
     of down_proj are those that the rounded gate_up_proj gives, and down_proj makes up for what
-    they lost.
+    they lost. Biases take what is lost on average, so that only the inputs' deviations from their
+    mean count for rounding.
+
+    Attributes:
+        biases: tensor of the checkpoint -> what it becomes, [E, N] float32.
     """
 
     def __init__(self, experts: Any, moments: bool, module: str, rounder: Mxfp4Rounder) -> None:
@@ -105,6 +108,7 @@ class Mxfp4ExpertWatch(ExpertWatch):
         super().__init__(experts, moments)
         self._module, self._rounder = module, rounder
         self._rounded: dict[str, Packed] = {}
+        self.biases: dict[str, torch.Tensor] = {}
 
     def second_pass(self) -> bool:
         """Round gate_up_proj and watch for down_proj; False where nothing depends on inputs."""
@@ -121,22 +125,23 @@ class Mxfp4ExpertWatch(ExpertWatch):
 
     def _round(self, part: str) -> None:
         tensor, short = f"{self._module}.{part}", dict(PARTS)[part]
+        biases = getattr(self.experts, f"{part}_bias").data.clone()
         for expert in range(self.experts.num_experts):
             name = f"{self._module}.{expert}.{short}"
             weight = _matrix(self.experts, part, expert).contiguous()
-            basis = self._basis(part, expert, name)
-            lost = (self._moments or {}).pop((_LOST, expert), None)
-            if basis is None:
+            seen, lost = self._seen(part, expert), (self._moments or {}).pop((_LOST, expert), None)
+            if seen is None:
                 packed = self._rounder.round(weight, tensor, expert)
             else:
                 kept = self._rounder.kept(weight, tensor, expert)
-                if lost is not None:
-                    weight = basis.compensate(weight, lost.mean(name))
-                packed = round_to_mxfp4_with_feedback(weight, basis, kept)
+                packed, shift = _round_with_bias(weight, seen, lost, kept, name)
+                biases[expert] += shift
             self._rounded[name] = (packed[0].cpu(), packed[1].cpu())
+        self.biases[f"{tensor}_bias"] = biases
 
     def _see_inputs(self, expert: int, rows: torch.Tensor, share: torch.Tensor) -> None:
-        self._add("gate_up_proj", expert, rows * share)
+        # a last input of one, for the bias
+        self._add("gate_up_proj", expert, torch.cat((rows * share, share), -1))
 
     def _see_again(self, experts: Any, arguments: tuple[Any, ...]) -> None:
         hidden, indices, weights = arguments
@@ -146,15 +151,52 @@ class Mxfp4ExpertWatch(ExpertWatch):
             exact = experts._apply_gate(_linear(experts, "gate_up_proj", expert, x))
             blocks, scales = self._rounded[f"{self._module}.{expert}.w13"]
             weight = unpack_mxfp4(blocks.to(x.device), scales.to(x.device), x.dtype)
-            bias = experts.gate_up_proj_bias[expert]
+            bias = self.biases[f"{self._module}.gate_up_proj_bias"][expert]
             gated = experts._apply_gate(nn.functional.linear(x, weight, bias)) * share
-            self._add("down_proj", expert, gated)
-            self._add(_LOST, expert, gated, exact * share - gated)
+            inputs = torch.cat((gated, share), -1)
+            self._add("down_proj", expert, inputs)
+            lost = torch.cat((exact * share - gated, torch.zeros_like(share)), -1)
+            self._add(_LOST, expert, inputs, lost)
 
 
-def serve_in_mxfp4(experts: Any, module: str, rounded: Mapping[str, Packed]) -> None:
-    """Give a module of experts the weights it gets."""
+def _round_with_bias(
+    weight: torch.Tensor,
+    seen: InputMoments,
+    lost: InputMoments | None,
+    kept: KeptBlocks | None,
+    name: str,
+) -> tuple[Packed, torch.Tensor]:
+    """Blocks and scales of ``weight`` [N, K], and what to add to its bias [N].
+
+    Args:
+        weight: as it should be.
+        seen: moments of the inputs and of a last input that stands for the bias.
+        lost: products of these with what the first K lost before they came here.
+        kept: blocks that stay.
+        name: for messages.
+    """
+    moments = seen.mean(name)
+    power, mean = moments[-1, -1], moments[:-1, -1] / moments[-1, -1]
+    basis = input_basis(moments[:-1, :-1] - power * mean.outer(mean))
+    wanted = weight @ mean
+    if lost is not None:
+        products = lost.mean(name)[:-1]
+        average = products[:, -1] / power
+        wanted += weight @ average
+        weight = basis.compensate(weight, products[:, :-1] - power * average.outer(mean))
+    packed = round_to_mxfp4_with_feedback(weight, basis, kept)
+    return packed, wanted - unpack_mxfp4(*packed, weight.dtype) @ mean
+
+
+def serve_in_mxfp4(
+    experts: Any,
+    module: str,
+    rounded: Mapping[str, Packed],
+    biases: Mapping[str, torch.Tensor],
+) -> None:
+    """Give a module of experts the weights and biases it gets."""
     for part, short in PARTS:
+        getattr(experts, f"{part}_bias").data.copy_(biases[f"{module}.{part}_bias"])
         for expert in range(experts.num_experts):
             weight = _matrix(experts, part, expert)
             blocks, scales = (t.to(weight.device) for t in rounded[f"{module}.{expert}.{short}"])

@@ -29,6 +29,7 @@ class LayerCalibration:
 
     Attributes:
         weights: codes and scale of linears and experts that were not rounded plainly.
+        biases: those of experts that were not copied, each [E, N].
         input_scales: static scale [1] of a linear's input.
         kv_scales: (k_scale, v_scale), each [1], by self_attn module.
         linears: fields of a LinearRecord by linear.
@@ -37,6 +38,7 @@ class LayerCalibration:
     """
 
     weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
     input_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     kv_scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     linears: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -128,7 +130,8 @@ class Exporter:
         count = same = 0
         blocks = torch.empty(0)
         for name, tensor in converted:
-            self.writer.write(name, tensor.to(dtypes[name]))
+            tensor = calibration.biases.get(name, tensor)
+            self.writer.write(name, tensor.cpu().to(dtypes[name]))
             if name.endswith("_blocks"):
                 blocks = tensor
             elif name.endswith("_scales"):

@@ -115,7 +115,7 @@ class LayerStream:
             mxfp4 = self.plan.source_experts == "mxfp4"
             serve_in_fp8(layer.mlp.experts, experts, calibration.weights, mxfp4)
         elif self.plan.expert_rounding is not None and experts is not None:
-            serve_in_mxfp4(layer.mlp.experts, experts, calibration.weights)
+            serve_in_mxfp4(layer.mlp.experts, experts, calibration.weights, calibration.biases)
         self._advance(layer, index, cache, errors)
         calibration.linears = {name: error.metrics() for name, (error, _) in errors.items()}
         calibration.layer["cumulative_error"] = drift(self.baseline, self.hidden)
@@ -223,6 +223,8 @@ class LayerStream:
                     self.runner.forward(layer, index, hidden)
                 experts.close()
             calibration.weights |= experts.rounded(str(self.skeleton.experts_of(index)))
+            if isinstance(experts, Mxfp4ExpertWatch):
+                calibration.biases = experts.biases
         return calibration
 
     def _watch_experts(self, layer: Any, index: int) -> ExpertWatch | None:

