@@ -91,7 +91,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=40, help="of fine-tuning (default: 40)")
     add("--batch", type=int, default=4, help="windows of 512 bytes a step (default: 4)")
     add("--learning-rate", type=float, default=5e-4, help="default: 0.0005")
-    add("--num-samples", type=int, default=64, help="of calibration (default: 64)")
+    add("--num-samples", type=int, default=256, help="of calibration (default: 256)")
     add("--max-bytes", type=int, default=8192, help="of each held-out text (default: 8192)")
     return parser.parse_args()
 

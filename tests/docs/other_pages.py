@@ -7,6 +7,7 @@ from tests.docs.readers import (
     Passages,
     best,
     kernels,
+    left_of_nearest,
     library,
     load,
     memory,
@@ -160,19 +161,22 @@ def calibration() -> Passages:
 
 
 def finetuned() -> Passages:
-    """Rounding to MXFP4: a row per arm."""
+    """Rounding to MXFP4: a row per arm of each model, and what is left of the divergence."""
     found: Passages = []
-    told = load("cpu/finetune_mxfp4.json")["models"]["trained"]["texts"]
-    arms = [told[text]["arms"] for text in ("prose", "licence", "python")]
-    for arm, label in _ROUNDINGS.items():
-        values = [x for text in arms for x in _kl_and_factor(text[arm])]
-        found.append((f"| {label} | {' | '.join(['{:.4f} ({:.4f})'] * 3)} |", values))
-    worst = [
-        max(_kl_and_factor(text[arm])[0] / _kl_and_factor(text["nearest"])[0] for text in arms)
-        for arm in ("mse", "feedback")
-    ]
-    found.append(("alone leaves {:.2f} of the divergence of `nearest`, and feedback {:.2f}", worst))
-    return found
+    models = load("cpu/finetune_mxfp4.json")["models"]
+    for measured in models.values():
+        arms = [measured["texts"][text]["arms"] for text in ("prose", "licence", "python")]
+        for arm, label in _ROUNDINGS.items():
+            values = [x for text in arms for x in _kl_and_factor(text[arm])]
+            found.append((f"| {label} | {' | '.join(['{:.4f} ({:.4f})'] * 3)} |", values))
+    for text in models["tuned"]["texts"].values():
+        assert text["arms"]["mse"] == text["arms"]["mse_base"]
+    forms = {
+        "feedback": "feedback leaves at most {:.2f} of the trained model's and {:.2f} of the fine",
+        "mse": "`mse` leaves {:.2f} and {:.2f}.",
+    }
+    shares = {arm: [left_of_nearest(arm, model) for model in models] for arm in forms}
+    return [*found, *((form, shares[arm]) for arm, form in forms.items())]
 
 
 def _kl_and_factor(figures: dict[str, float]) -> tuple[float, float]:

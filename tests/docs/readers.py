@@ -75,6 +75,13 @@ def logits(arm: str, *figures: tuple[str, str]) -> list[float]:
     return [found[part][name] for part, name in figures]
 
 
+def left_of_nearest(arm: str, model: str) -> float:
+    """KL divergence of a rounding to MXFP4 over that of rounding to nearest, on the worst text."""
+    measured = load("cpu/finetune_mxfp4.json")["models"][model]["texts"].values()
+    kls = [{a: found["kl_divergence"] for a, found in text["arms"].items()} for text in measured]
+    return max(kl[arm] / kl["nearest"] for kl in kls)
+
+
 def layer_us(tokens: int, fp8: bool) -> float:
     rows = load("h200/moe_parts.json")["results"]
     row = next(r for r in rows if (r["batch"], r["fp8_activations"]) == (tokens, fp8))

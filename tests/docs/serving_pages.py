@@ -11,6 +11,7 @@ from tests.docs.readers import (
     best,
     cell,
     layer_us,
+    left_of_nearest,
     load,
     logits,
     memory,
@@ -95,6 +96,11 @@ def readme() -> Passages:
         ),
         ("at most {:.4f} times bf16's", [max(texts("smollm2_accuracy", "w8a8"))]),
         ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
+        (
+            "20b's shape take {:.2f} GiB",
+            [load("cpu/finetune_memory.json")["peak_anonymous_gib"]],
+        ),
+        ("data left at most {:.2f} of the KL", [left_of_nearest("feedback", "tuned")]),
         ("below {:.4f} times", [max(texts("tiny_gpt_oss_quality", "tiny-fp8-2"))]),
         (
             "in decode is {:.4f}; the baseline's is {:.4f}",
