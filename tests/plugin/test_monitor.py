@@ -29,7 +29,7 @@ from oss_fused.plugin.monitor.metrics import (
 )
 from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
 from oss_fused.quant.settings import ServingOptions
-from tests.plugin.conftest import build, calibrate
+from tests.plugin.conftest import GRAPHS, build, calibrate
 
 
 @pytest.fixture
@@ -325,13 +325,13 @@ def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, policy,
     assert layer.quant_method.bits16_inputs and not hasattr(layer, "_input_quant_key")
 
 
-@pytest.mark.serve
-def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, engine):
-    """From the switch on the server gives what a start with those layers in the policy gives."""
+def switch_and_restart(folder, policy, engine, **flags):
+    """First, switched and restarted output of a model whose static scales saturate."""
     options = {"oss_fused": {"monitor_every": 2, "monitor_policy": policy}}
     now = {"oss_fused": options["oss_fused"] | {"monitor_fallback": "now"}}
+    # inputs reach 448 * 0.0005 = 0.2 easily
     model = calibrate(build(folder / "m", "llama"), inputs="tensor", input_scale=0.0005)
-    served = engine(model, additional_config=now)
+    served = engine(model, additional_config=now, **flags)
     layer = served.model.model.layers[0].self_attn.qkv_proj
     first = served.generate()
     deadline = time.monotonic() + 20
@@ -345,8 +345,20 @@ def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, en
     seen = metrics()
     assert seen["oss_fused:switched_layers", ""] == seen["oss_fused:exact_input_layers", ""] == 8
     assert len(bits16_layers(policy)) == 8
-    restarted = engine(model, additional_config=options).generate()
+    return first, after, engine(model, additional_config=options, **flags).generate()
+
+
+@pytest.mark.serve
+def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, engine):
+    """From the switch on the server gives what a start with those layers in the policy gives."""
+    first, after, restarted = switch_and_restart(folder, policy, engine)
     assert after == restarted != first
+
+
+@pytest.mark.gpu
+def test_saturating_layers_leave_cuda_graphs(folder, policy, engine):
+    first, after, restarted = switch_and_restart(folder, policy, engine, **GRAPHS)
+    assert after[0] == restarted[0] != first[0]
 
 
 class Ranks:
@@ -426,19 +438,6 @@ def test_only_what_16_bits_cure_is_switched(policy, monkeypatch):
     watcher.end_step()
     assert set(bits16_layers(policy)) == {"a", "b"}
     assert not outside() and not any(layer.quant_method.bits16_inputs for layer in model)
-
-
-def test_no_switch_without_memory_for_it(policy, monkeypatch, caplog):
-    from oss_fused.plugin.monitor import fallback
-
-    monkeypatch.setattr(fallback, "_dequantised_fits", lambda weight: False)
-    monkeypatch.setattr(fallback.logger, "propagate", True, raising=False)
-    watcher, model, outside = switching_monitor(policy, monkeypatch)
-    watcher.statistics.add(SATURATED, [2, 2])
-    for _ in range(3):
-        watcher.end_step()
-    assert not outside() and not model[0].quant_method.bits16_inputs
-    assert caplog.text.count("keep FP8 activations until the next start: no memory") == 1
 
 
 @pytest.mark.serve

@@ -67,15 +67,6 @@ class Fallback:
         self._asked |= wanted.keys()
         if not layers:
             return 0
-        largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
-        if not _dequantised_fits(largest):
-            logger.warning(
-                "oss_fused monitor: %d layers keep FP8 activations until the next start: no "
-                "memory for a weight of %s in 16 bits.",
-                len(layers),
-                list(largest.shape),
-            )
-            return 0
         for layer in layers.values():
             layer.quant_method.bits16_inputs = True
             # norms and activations read it in every uncompiled step
@@ -107,12 +98,3 @@ def _quantising(model: Any, wanted: Set[str]) -> dict[str, Any]:
         if method.prefix in wanted:
             found[method.prefix] = module
     return found
-
-
-def _dequantised_fits(weight: torch.Tensor) -> bool:
-    """Whether a GPU has room for ``weight`` in 16 bits, which W8A16 makes at every call."""
-    if not weight.is_cuda:
-        return True
-    free = torch.cuda.mem_get_info(weight.device)[0]
-    cached = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    return 2 * weight.numel() < free + cached
