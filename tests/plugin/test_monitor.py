@@ -388,10 +388,13 @@ def switching_monitor(policy, monkeypatch, static=True):
     """A monitor that watches two layers, "a" and "b", and a step's graph choice."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
+    from oss_fused.layers.vllm.lm_head import HeadGraphs
     from oss_fused.plugin.monitor import watch
 
     model = torch.nn.ModuleList([linear_layer("a"), linear_layer("b")])
     model.do_not_compile = False
+    model.head_graphs = HeadGraphs()
+    model.head_graphs._graphs = {1: "a graph of the head as it was"}
     for layer in model:
         layer._input_quant_key = "static"
         layer.input_scale = 0.01 if static else None
@@ -419,10 +422,11 @@ def test_a_switch_leaves_the_graphs_and_survives_a_reload(policy, monkeypatch):
     watcher.end_step()
     assert not outside() and not model[0].quant_method.bits16_inputs
     watcher.statistics.add(SATURATED, [2, 2])
+    assert model.head_graphs._graphs
     assert not outside() and not model.do_not_compile, "the step under way ends as it began"
     watcher.end_step()
     watcher.end_step()
-    assert outside() and model.do_not_compile
+    assert outside() and model.do_not_compile and not model.head_graphs._graphs
     assert [layer.quant_method.bits16_inputs for layer in model] == [True, False]
     assert [hasattr(layer, "_input_quant_key") for layer in model] == [False, True]
     watcher.watch(model)

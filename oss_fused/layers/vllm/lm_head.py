@@ -44,6 +44,10 @@ class HeadGraphs:
             self._graphs |= dict.fromkeys(range(below + 1, rows + 1), (graph, hidden, logits))
             below = rows
 
+    def forget(self) -> None:
+        """Run the head itself from the next call on: it computes something else now."""
+        self._graphs = {}
+
     def __call__(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
         """``head(hidden_states)``; from a graph, memory that the next call overwrites."""
         rows = hidden_states.shape[0]

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from oss_fused.errors import SchemeError
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.lm_head import HeadGraphs
 
 logger = init_logger(__name__)
 
@@ -75,6 +76,8 @@ class Fallback:
         for module in model.modules():
             if hasattr(module, "do_not_compile"):
                 module.do_not_compile = True
+        if isinstance(graphs := getattr(model, "head_graphs", None), HeadGraphs):
+            graphs.forget()
         first = next(iter(layers))
         logger.warning(
             "oss_fused monitor: %d layers run with 16-bit activations from this step on; the "
