@@ -24,7 +24,7 @@ class KernelRunner:
     """Runs operations of one backend.
 
     Args:
-        backend: "torch", "triton", "cuda" or "tilelang".
+        backend: "torch", "triton", "cuda", "tilelang" or "nvcc".
         compiled: run the reference through ``torch.compile``; "torch" only.
 
     Raises:

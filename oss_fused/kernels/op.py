@@ -28,7 +28,7 @@ from oss_fused.kernels.contract import Contract, Rule
 # counts where vLLM runs a layer outside CUDA graphs (lm_head)
 LIBRARY = torch.library.Library("oss_fused", "DEF")
 
-REFERENCE, CPU = "torch", "cpu"
+REFERENCE, CPU, NVCC = "torch", "cpu", "nvcc"
 # backend -> what it needs
 BACKENDS = {
     REFERENCE: "nothing",
@@ -36,6 +36,7 @@ BACKENDS = {
     "triton": "the package triton and an NVIDIA GPU, or TRITON_INTERPRET=1 on a CPU",
     "cuda": "an NVIDIA GPU",
     "tilelang": 'an NVIDIA GPU, nvcc and TileLang: pip install "oss-fused[tilelang]"',
+    NVCC: "an NVIDIA GPU, and what nvcc and ninja build: python -m oss_fused.kernels.compiled",
 }
 
 Observer = Callable[[str, tuple[Any, ...]], None]
@@ -157,8 +158,8 @@ def available_backends() -> list[str]:
 def _runs(backend: str) -> bool:
     if backend == REFERENCE:
         return True
-    # vLLM's operations are looked for when one is asked for: cuBLASLt's need no vLLM
-    if backend not in (CPU, "cuda") and importlib.util.find_spec(backend) is None:
+    # vLLM's operations, and what nvcc has built, are looked for when one is asked for
+    if backend not in (CPU, NVCC, "cuda") and importlib.util.find_spec(backend) is None:
         return False
     if backend == CPU:
         return importlib.util.find_spec("numba") is not None and not torch.cuda.is_available()

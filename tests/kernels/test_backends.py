@@ -165,7 +165,7 @@ def test_backends_agree(operation, backend, case, device):
 @pytest.mark.parametrize("backend", [b for b in available_backends() if b != "torch"])
 def test_a_pipeline_agrees(backend, device):
     """Norm and rotation, gated MLP, FP8 product: errors do not build up from one to the next."""
-    if backend in ("cpu", "cuda"):
+    if backend in ("cpu", "cuda", "nvcc"):
         pytest.skip("has no gated MLP of its own")
     x, *rest = on(device, norm_rope())
     gate, up = (0.1 * randn(96, 256, seed=s).to(device) for s in (1, 2))
@@ -182,7 +182,12 @@ def test_a_pipeline_agrees(backend, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize(
-    ("backend", "words"), [("cuda", "NVIDIA GPU"), ("tilelang", r"pip install .*\[tilelang\]")]
+    ("backend", "words"),
+    [
+        ("cuda", "NVIDIA GPU"),
+        ("tilelang", r"pip install .*\[tilelang\]"),
+        ("nvcc", "python -m oss_fused.kernels.compiled"),
+    ],
 )
 def test_a_missing_backend_says_how_to_get_it(backend, words):
     assert backend not in available_backends()

@@ -38,7 +38,7 @@ declare(
         "bias": Operand("N", *FLOAT_DTYPES),
         "out_dtype": OneOf(*FLOAT_DTYPES),
     },
-    {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang", "cpu": "cpu"},
+    {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang", "nvcc": "nvcc", "cpu": "cpu"},
     example={"M": 20, "N": 48, "K": 64},
 )
 

@@ -125,7 +125,7 @@ declare(
         "cos": Operand("S D", *FLOAT_DTYPES),
         "sin": Operand("S D", *FLOAT_DTYPES),
     },
-    {"triton": "rmsnorm_rope", "cuda": "cuda", "tilelang": "tilelang"},
+    {"triton": "rmsnorm_rope", "cuda": "cuda", "tilelang": "tilelang", "nvcc": "nvcc"},
     check=_check_head_dim,
     example={"B": 2, "S": 5, "H": 256, "D": 32, "eps": 1e-6, "cos": _halves, "sin": _halves},
 )
