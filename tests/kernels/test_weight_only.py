@@ -152,6 +152,14 @@ def test_no_part_of_k_is_empty():
             assert 1 <= splits <= parts and each * (splits - 1) < steps <= each * splits
 
 
+def test_the_rule_splits_k_where_tiles_are_few():
+    narrow, wide = tiles.weight_only_rule(16, 2880, 4096), tiles.weight_only_rule(16, 201088, 2880)
+    assert narrow["splits"] > 1 and wide["splits"] == 1
+    many = tiles.weight_only_rule(1024, 28672, 4096)
+    assert (many["block_m"], many["block_n"], many["splits"]) == (128, 128, 1)
+    assert tiles.weight_only_rule(tiles.DENSE_ROWS, 2880, 4096) == {"kernel": "dense"}
+
+
 def test_rules_and_tables_fit_the_launchers():
     shapes = ((1024, 2880), (2880, 4096), (28672, 4096), (201088, 2880), (8, 16))
     named = {
