@@ -99,6 +99,15 @@ def edit(folder: Path, tensors: dict[str, torch.Tensor], drop: tuple[str, ...] =
     save_file({k: v for k, v in state.items() if k not in drop}, path, {"format": "pt"})
 
 
+def few_tokens(folder: Path, number: int = 16) -> None:
+    """Leave answers of a saved model ``number`` tokens: they repeat, and some drafts are right."""
+    for path in folder.glob("*.safetensors"):
+        state = load_file(path)
+        if "lm_head.weight" in state:
+            state["lm_head.weight"][number:] = 0
+            save_file(state, path, {"format": "pt"})
+
+
 def set_quantization(folder: Path, config: dict[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))

@@ -15,12 +15,11 @@ import pytest
 from harness.draft_factory import make_draft
 from harness.model_factory import get_shape, make_model
 
-from tests.plugin.conftest import SHARED_GPU, Engine
+from tests.plugin.conftest import SHARED_GPU, Engine, few_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve]
 
-# few tokens, so that some drafts are right by chance
-SHAPE = replace(get_shape("gpt-oss", "tiny"), vocab=32)
+SHAPE = replace(get_shape("gpt-oss", "tiny"), vocab=512)
 PLACES, NEW = 4, 40
 # as in test_burst_gpu.py: a token read from a wrong place misses by several
 NEAR = 0.75
@@ -30,6 +29,7 @@ NEAR = 0.75
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("drafts")
     make_model(path / "model", SHAPE)
+    few_tokens(path / "model")
     return path
 
 
