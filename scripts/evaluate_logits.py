@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, arms: list[Any], vocab: int, folder: Path) -> 
         ServerError: a process failed; the message has the tail of its log.
     """
     generator = np.random.default_rng(args.seed)
-    # no token twice at one position: rows are told apart by both
+    # no token twice at one position: both identify a row
     columns = [generator.permutation(vocab - 100)[: args.sequences] for _ in range(args.length)]
     tokens, reference = folder / "tokens.npy", folder / "reference.npz"
     np.save(tokens, np.stack(columns, 1) + 50)

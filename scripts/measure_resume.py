@@ -54,7 +54,7 @@ class Trials:
         return self.work / name / "out"
 
     def start(self, output: Path) -> subprocess.Popen[bytes]:
-        """A process that makes ``output`` or goes on with it."""
+        """A process that makes ``output`` or resumes it."""
         with self.log.open("wb") as log:
             command = [*self.command, "--output", str(output), "--resume"]
             return subprocess.Popen(command, stderr=log, stdin=subprocess.DEVNULL)

@@ -192,7 +192,7 @@ def run_step(step: Step) -> None:
 
 
 def failure(step: Step, command: Sequence[str], output: str) -> str:
-    """What is told of a command that failed."""
+    """The error message of a command that failed."""
     tail = [line for line in output.splitlines()[-25:] if not line.startswith("WARNING")]
     lines = [step.title, f"  command: {' '.join(command)}", *tail]
     if step.remedy:

@@ -189,7 +189,7 @@ class ComputationGraphAnalyzer:
     def optimize_communication_schedule(
         self, graph: Graph, reduced: Sequence[str] = REDUCED
     ) -> list[CommunicationStep]:
-        """What of each all-reduce can hide behind computation, at the roofs of the device.
+        """How much of each all-reduce can overlap with computation, at the roofs of the device.
 
         Args:
             graph: of the whole model; its nodes' work is divided by ``world_size``.

@@ -141,7 +141,7 @@ def _ratio(difference: torch.Tensor, size: torch.Tensor) -> float:
 def check_accuracy(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance | None = None
 ) -> AccuracyResult:
-    """Accept or reject ``actual``; never raises for a wrong result, so a run can go on.
+    """Accept or reject ``actual``; never raises for a wrong result, so a run continues.
 
     Args:
         actual: result under test.

@@ -104,7 +104,7 @@ def mix_bits(x):
 
 @triton.jit
 def row_bits(seed, row):
-    """What ``kept`` wants of rows: int64 ``row`` of the mask of the folded ``seed``."""
+    """Bits of rows for ``kept``: int64 ``row`` of the mask of the folded ``seed``."""
     low = row.to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
     return mix_bits(seed.to(tl.uint32) ^ mix_bits(low ^ mix_bits(high)))
@@ -112,7 +112,7 @@ def row_bits(seed, row):
 
 @triton.jit
 def column_bits(column):
-    """What ``kept`` wants of columns."""
+    """Bits of columns for ``kept``."""
     return mix_bits(column.to(tl.uint32) ^ 0x1E3779B9)
 
 

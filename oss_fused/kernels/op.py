@@ -146,7 +146,7 @@ def set_observer(observer: Observer | None) -> None:
 
 
 def observed() -> bool:
-    """Whether an observer wants to see the operations that run."""
+    """Whether an observer is set for the operations that run."""
     return _observer is not None
 
 

@@ -33,7 +33,7 @@ class KeyForAllPaths(authenticate.AuthenticationMiddleware):
         super().__init__(app, keys)
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """Let through open paths, preflights of browsers, and whoever has a key."""
+        """Answer requests for open paths, preflights of browsers, and requests with a key."""
         asked = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
         if asked:
             path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")

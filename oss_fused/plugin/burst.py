@@ -240,7 +240,7 @@ def needs_host(request: Request) -> str | None:
 
 
 def why_single(config: VllmConfig, scheduler: BurstScheduler) -> str | None:
-    """What of this configuration looks at single tokens, so that K is 1; None if nothing does."""
+    """The feature of this configuration that needs single steps (K = 1); None if none does."""
     model, parallel = config.model_config, config.parallel_config
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     connectors = scheduler.connector, scheduler.ec_connector, scheduler.aux_output_connector

@@ -222,8 +222,12 @@ class AveragingScaler(Scaler):
         self.anomalies.append({"step": self.steps, "held": count, "ratio": largest})
         _log.warning(
             "%s scaler: step %d: amax is %.0f times its average in %d of %d scales; held",
-            self.name, self.steps, largest, count, held.numel(),
-        )  # fmt: skip
+            self.name,
+            self.steps,
+            largest,
+            count,
+            held.numel(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` restores."""

@@ -103,7 +103,7 @@ class Measure:
         return {"bytes_per_second": self.engine.collective_rpc("oss_copy_bandwidth")[0]}
 
     def _start(self, batch: int, context: int, seed: int) -> list[str]:
-        """Sequences that all decode, and go on until they are aborted."""
+        """Sequences that decode until they are aborted."""
         names = self._add(batch, context, seed, self._limit - context)
         self._wait_for(names)
         for _ in range(SETTLE):

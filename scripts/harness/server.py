@@ -36,7 +36,7 @@ _ERROR_LINE = re.compile(r"(Error|Exception)\b.*:|\bKilled\b|out of memory", re.
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses at this moment."""
+    """A TCP port of the loopback interface that no process uses at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

@@ -267,8 +267,8 @@ def test_the_wait_is_in_the_code_that_triton_makes(tmp_path):
         [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    vouched, unvouched = ([w.split(".b32")[0] for w in ast.literal_eval(line)]
-                          for line in done.stdout.splitlines())  # fmt: skip
+    lines = map(ast.literal_eval, done.stdout.splitlines())
+    vouched, unvouched = ([word.split(".b32")[0] for word in line] for line in lines)
     wait, load, store = "griddepcontrol.wait", "ld.global", "st.global"
     start = "griddepcontrol.launch_dependents"
     assert vouched == [load, start, wait, load, store]

@@ -65,9 +65,15 @@ def make(config, kind, case):
 def small(burst=8, **changes):
     """A case of one full-attention group with room for everything."""
     fields = {
-        "windows": (None,), "blocks": 400, "caching": True, "length": 256, "places": 8,
-        "budget": 64, "burst": burst, "depth": 2,
-    }  # fmt: skip
+        "windows": (None,),
+        "blocks": 400,
+        "caching": True,
+        "length": 256,
+        "places": 8,
+        "budget": 64,
+        "burst": burst,
+        "depth": 2,
+    }
     return SimpleNamespace(**(fields | changes))
 
 

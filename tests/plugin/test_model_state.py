@@ -73,9 +73,11 @@ def drafts(number, ngram=True):
 def test_who_reads_metadata(changes, read, monkeypatch):
     monkeypatch.setattr(DefaultModelState, "__init__", lambda *_: None)
     fields = {
-        "kv_transfer_config": None, "speculative_config": None,
-        "rswa_window": None, "is_mm_prefix_lm": False,
-    } | changes  # fmt: skip
+        "kv_transfer_config": None,
+        "speculative_config": None,
+        "rswa_window": None,
+        "is_mm_prefix_lm": False,
+    } | changes
     config = SimpleNamespace(model_config=SimpleNamespace(**fields), **fields)
     assert OssModelState(config).metadata_is_read is read
 

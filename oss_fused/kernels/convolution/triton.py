@@ -9,6 +9,8 @@ taken with channels last, one copy if they are not.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,118 +20,185 @@ from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.numerics import INTERPRETED, round_to
 
 
+class _Strided(NamedTuple):
+    """A tensor and its strides: x [n, c, h, w], w [output channel as n, c, h, w]."""
+
+    data: Any
+    n: Any
+    c: Any
+    h: Any
+    w: Any
+
+
+class _Result(NamedTuple):
+    """The result, and its strides of image, channel and pixel."""
+
+    data: Any
+    n: Any
+    c: Any
+    pixel: Any
+
+
+class _Sizes(NamedTuple):
+    """Output positions (of all images), channels, sizes of x; width and pixels of a result."""
+
+    rows: Any
+    in_channels: Any
+    out_channels: Any
+    height: Any
+    width: Any
+    out_width: Any
+    pixels: Any
+
+
+class _Window(NamedTuple):
+    """Where the window's taps are."""
+
+    stride_h: Any
+    stride_w: Any
+    pad_h: Any
+    pad_w: Any
+    dilation_h: Any
+    dilation_w: Any
+
+
 @triton.jit
-def _positions(m, width, pixels, stride_h, stride_w, pad_h, pad_w):
+def _positions(m, sizes, window):
     """Image, row and column of x at the first tap of output positions ``m``."""
-    pixel = m % pixels
-    return m // pixels, pixel // width * stride_h - pad_h, pixel % width * stride_w - pad_w
+    pixel = m % sizes.pixels
+    top = pixel // sizes.out_width * window.stride_h - window.pad_h
+    left = pixel % sizes.out_width * window.stride_w - window.pad_w
+    return m // sizes.pixels, top, left
 
 
 @triton.jit
-def _finish(acc, bias, out, m, channels, n, pixel, rows, out_channels, strides, RELU: tl.constexpr):
-    """Bias, ReLU and store of acc [positions, channels]; strides of image, channel and pixel."""
-    in_channels = channels < out_channels
+def _inside(h, v, m, sizes):
+    """Which taps are in x, of positions that exist."""
+    return (h >= 0) & (h < sizes.height) & (v >= 0) & (v < sizes.width) & (m < sizes.rows)
+
+
+@triton.jit
+def _finish(acc, bias, out, m, channels, n, sizes, RELU: tl.constexpr):
+    """Bias, ReLU and store of acc [positions, channels]."""
+    in_channels = channels < sizes.out_channels
     if bias is not None:
         acc += tl.load(bias + channels, mask=in_channels, other=0.0).to(tl.float32)[None, :]
     if RELU:
         # not a maximum with 0, which would swallow NaN
         acc = tl.where(acc < 0.0, 0.0, acc)
-    place = (n * strides[0] + pixel * strides[2])[:, None] + channels[None, :] * strides[1]
-    mask = (m < rows)[:, None] & in_channels[None, :]
-    tl.store(out + place, round_to(acc, out.dtype.element_ty), mask=mask)
+    place = (n * out.n + m % sizes.pixels * out.pixel)[:, None] + channels[None, :] * out.c
+    mask = (m < sizes.rows)[:, None] & in_channels[None, :]
+    tl.store(out.data + place, round_to(acc, out.data.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _implicit_kernel(
-    x, w, bias, out, rows, in_channels, out_channels, height, width, out_width, pixels,
-    stride_xn, stride_xc, stride_xh, stride_xw, stride_wo, stride_wc, stride_wh, stride_ww,
-    stride_on, stride_oc, stride_op, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
-    KH: tl.constexpr, KW: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    blocks_n = tl.cdiv(out_channels, BLOCK_N)
+    x,
+    w,
+    bias,
+    out,
+    sizes,
+    window,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    CHANNEL_BLOCKS: tl.constexpr,
+    RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    blocks_n = tl.cdiv(sizes.out_channels, BLOCK_N)
     # all channels of some positions follow each other: they find x in L2
     m = (tl.program_id(0) // blocks_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     channels = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    n, top, left = _positions(m, out_width, pixels, stride_h, stride_w, pad_h, pad_w)
+    n, top, left = _positions(m, sizes, window)
     lane = tl.arange(0, BLOCK_K)
-    x_rows = x + n * stride_xn
-    w_columns = w + channels.to(tl.int64) * stride_wo
+    x_rows = x.data + n * x.n
+    w_columns = w.data + channels.to(tl.int64) * w.n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(0, KH * KW * CHANNEL_BLOCKS):
         tap = step // CHANNEL_BLOCKS
         c = step % CHANNEL_BLOCKS * BLOCK_K + lane
-        h = top + tap // KW * dilation_h
-        v = left + tap % KW * dilation_w
-        inside = (h >= 0) & (h < height) & (v >= 0) & (v < width) & (m < rows)
+        h = top + tap // KW * window.dilation_h
+        v = left + tap % KW * window.dilation_w
         a = tl.load(
-            (x_rows + h * stride_xh + v * stride_xw)[:, None] + c[None, :] * stride_xc,
-            mask=inside[:, None] & (c < in_channels)[None, :],
+            (x_rows + h * x.h + v * x.w)[:, None] + c[None, :] * x.c,
+            mask=_inside(h, v, m, sizes)[:, None] & (c < sizes.in_channels)[None, :],
             other=0.0,
         )
         b = tl.load(
-            (w_columns + tap // KW * stride_wh + tap % KW * stride_ww)[None, :]
-            + c[:, None] * stride_wc,
-            mask=(c < in_channels)[:, None] & (channels < out_channels)[None, :],
+            (w_columns + tap // KW * w.h + tap % KW * w.w)[None, :] + c[:, None] * w.c,
+            mask=(c < sizes.in_channels)[:, None] & (channels < sizes.out_channels)[None, :],
             other=0.0,
         )
         if INTERPRETED:
             # the interpreter multiplies bfloat16 bit patterns
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    strides = (stride_on, stride_oc, stride_op)
-    _finish(acc, bias, out, m, channels, n, m % pixels, rows, out_channels, strides, RELU)
+    _finish(acc, bias, out, m, channels, n, sizes, RELU)
 
 
 @triton.jit
 def _direct_kernel(
-    x, w, bias, out, rows, in_channels, out_channels, height, width, out_width, pixels,
-    stride_xn, stride_xc, stride_xh, stride_xw, stride_wo, stride_wc, stride_wh, stride_ww,
-    stride_on, stride_oc, stride_op, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
-    KH: tl.constexpr, KW: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    blocks_n = tl.cdiv(out_channels, BLOCK_N)
+    x,
+    w,
+    bias,
+    out,
+    sizes,
+    window,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    CHANNEL_BLOCKS: tl.constexpr,
+    RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    blocks_n = tl.cdiv(sizes.out_channels, BLOCK_N)
     m = (tl.program_id(0) // blocks_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     channels = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    n, top, left = _positions(m, out_width, pixels, stride_h, stride_w, pad_h, pad_w)
-    x_rows = x + n * stride_xn
-    w_columns = w + channels.to(tl.int64) * stride_wo
+    n, top, left = _positions(m, sizes, window)
+    x_rows = x.data + n * x.n
+    w_columns = w.data + channels.to(tl.int64) * w.n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.static_range(KH):
         for j in tl.static_range(KW):
-            h = top + i * dilation_h
-            v = left + j * dilation_w
-            inside = (h >= 0) & (h < height) & (v >= 0) & (v < width) & (m < rows)
-            taps = x_rows + h * stride_xh + v * stride_xw
-            for c in range(0, in_channels):
-                value = tl.load(taps + c * stride_xc, mask=inside, other=0.0).to(tl.float32)
+            h = top + i * window.dilation_h
+            v = left + j * window.dilation_w
+            inside = _inside(h, v, m, sizes)
+            taps = x_rows + h * x.h + v * x.w
+            for c in range(0, sizes.in_channels):
+                value = tl.load(taps + c * x.c, mask=inside, other=0.0).to(tl.float32)
                 weight = tl.load(
-                    w_columns + c * stride_wc + i * stride_wh + j * stride_ww,
-                    mask=channels < out_channels,
+                    w_columns + c * w.c + i * w.h + j * w.w,
+                    mask=channels < sizes.out_channels,
                     other=0.0,
                 ).to(tl.float32)
                 acc += value[:, None] * weight[None, :]
-    strides = (stride_on, stride_oc, stride_op)
-    _finish(acc, bias, out, m, channels, n, m % pixels, rows, out_channels, strides, RELU)
+    _finish(acc, bias, out, m, channels, n, sizes, RELU)
 
 
 @triton.jit
 def _im2col_kernel(
-    x, out, rows, columns, height, width, out_width, pixels,
-    stride_xn, stride_xc, stride_xh, stride_xw, stride_h, stride_w, pad_h, pad_w,
-    dilation_h, dilation_w, KH: tl.constexpr, KW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    columns,
+    sizes,
+    window,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    n, top, left = _positions(m, out_width, pixels, stride_h, stride_w, pad_h, pad_w)
-    h = top[:, None] + (k // KW % KH * dilation_h)[None, :]
-    v = left[:, None] + (k % KW * dilation_w)[None, :]
-    stored = (m < rows)[:, None] & (k < columns)[None, :]
-    inside = (h >= 0) & (h < height) & (v >= 0) & (v < width) & stored
-    place = (n * stride_xn)[:, None] + (k // (KH * KW)).to(tl.int64)[None, :] * stride_xc
-    tile = tl.load(x + place + h * stride_xh + v * stride_xw, mask=inside, other=0.0)
+    n, top, left = _positions(m, sizes, window)
+    h = top[:, None] + (k // KW % KH * window.dilation_h)[None, :]
+    v = left[:, None] + (k % KW * window.dilation_w)[None, :]
+    stored = (m < sizes.rows)[:, None] & (k < columns)[None, :]
+    inside = _inside(h, v, m[:, None], sizes) & stored
+    place = (n * x.n)[:, None] + (k // (KH * KW)).to(tl.int64)[None, :] * x.c
+    tile = tl.load(x.data + place + h * x.h + v * x.w, mask=inside, other=0.0)
     tl.store(out + m[:, None] * columns + k[None, :], tile, mask=stored)
 
 
@@ -178,30 +247,18 @@ def conv2d(
     w = w.contiguous(memory_format=torch.channels_last)
     pixels = size[0] * size[1]
     rows = images * pixels
+    # rows of a result follow each other without gaps in both layouts
+    step = out_channels if layout_of(x) is torch.channels_last else 1
     tile = config or _tile(x, out_channels, channels, method)
     grid = (cdiv(rows, tile["BLOCK_M"]) * cdiv(out_channels, tile["BLOCK_N"]),)
     kernel = _implicit_kernel if method == "implicit" else _direct_kernel
     kernel[grid](
-        x,
-        w,
+        _Strided(x, *x.stride()),
+        _Strided(w, *w.stride()),
         bias if bias is None else bias.contiguous(),
-        out,
-        rows,
-        channels,
-        out_channels,
-        height,
-        width,
-        size[1],
-        pixels,
-        *x.stride(),
-        *w.stride(),
-        out.stride(0),
-        out.stride(1),
-        # rows of a result follow each other without gaps in both layouts
-        out_channels if layout_of(x) is torch.channels_last else 1,
-        *stride,
-        *padding,
-        *dilation,
+        _Result(out, out.stride(0), out.stride(1), step),
+        _Sizes(rows, channels, out_channels, height, width, size[1], pixels),
+        _Window(*stride, *padding, *dilation),
         KH=kh,
         KW=kw,
         CHANNEL_BLOCKS=cdiv(channels, tile["BLOCK_K"]),
@@ -226,18 +283,11 @@ def im2col(
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if out.numel():
         _im2col_kernel[(cdiv(rows, 64), cdiv(columns, 64))](
-            x,
+            _Strided(x, *x.stride()),
             out,
-            rows,
             columns,
-            height,
-            width,
-            size[1],
-            size[0] * size[1],
-            *x.stride(),
-            *stride,
-            *padding,
-            *dilation,
+            _Sizes(rows, channels, columns, height, width, size[1], size[0] * size[1]),
+            _Window(*stride, *padding, *dilation),
             KH=kh,
             KW=kw,
             BLOCK_M=64,

@@ -7,6 +7,8 @@ and "two_pass" reads them once more, for the variance.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,14 @@ from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.numerics import column_bits, kept, round_to, row_bits
 from oss_fused.kernels.random_mask import drop_threshold, fold_seed
 from oss_fused.kernels.rows import row_tiles
+
+
+class _Dropout(NamedTuple):
+    """Seed, bits below which a value is dropped, factor of what is kept."""
+
+    seed: Any
+    threshold: Any
+    factor: Any
 
 
 @triton.jit
@@ -60,9 +70,7 @@ def _row_stats(x, row, in_rows, lane, stride_x, n_cols, ROWS, BLOCK, WELFORD: tl
 
 
 @triton.jit
-def _write(
-    wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols, seed, threshold, factor, DROPOUT
-):
+def _write(wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols, dropout, DROPOUT):
     y = (wide - mean[:, None]) * rstd[:, None]
     in_row = cols < n_cols
     if weight is not None:
@@ -70,8 +78,8 @@ def _write(
     if bias is not None:
         y += tl.load(bias + cols, mask=in_row, other=0.0).to(tl.float32)
     if DROPOUT:
-        keep = kept(row_bits(seed, row), column_bits(cols), threshold)
-        y = tl.where(keep, y * factor, 0.0)
+        keep = kept(row_bits(dropout.seed, row), column_bits(cols), dropout.threshold)
+        y = tl.where(keep, y * dropout.factor, 0.0)
     y = round_to(y, out.dtype.element_ty)
     tl.store(out + row * n_cols + cols, y, mask=mask, cache_modifier=".cs")
 
@@ -112,19 +120,16 @@ def _layer_norm_kernel(
         tl.store(var_out + index, var, mask=index < rows)
     if out is not None:
         rstd = tl.rsqrt(var + eps)
+        dropout = _Dropout(seed, threshold, factor)
         if WHOLE:
-            _write(
-                wide, mask, mean, rstd, weight, bias, out, row, lane, n_cols,
-                seed, threshold, factor, DROPOUT,
-            )  # fmt: skip
+            _write(wide, mask, mean, rstd, weight, bias, out, row, lane, n_cols, dropout, DROPOUT)
         else:
             for start in range(0, n_cols, BLOCK):
                 cols = start + lane
                 wide, mask = _tile(x, row, in_rows, cols, stride_x, n_cols)
                 _write(
-                    wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols,
-                    seed, threshold, factor, DROPOUT,
-                )  # fmt: skip
+                    wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols, dropout, DROPOUT
+                )
 
 
 def _launch(

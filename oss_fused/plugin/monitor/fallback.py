@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Linear layers that go on with 16-bit activations while the server runs.
+"""Linear layers that switch to 16-bit activations while the server runs.
 
 The option ``monitor_fallback="now"`` asks for it. Activations are quantised inside compiled and
 captured graphs, so the model leaves both: from the switch on it runs uncompiled. The layers

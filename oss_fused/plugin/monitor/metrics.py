@@ -63,7 +63,7 @@ def share_folder() -> None:
     if multiprocessing.parent_process() is not None and envs.get(_DIR):
         return
     if envs.get(_DIR):
-        # of a server that has ended: nobody feeds them any more
+        # of a server that has ended: no process updates them
         for path in Path(envs.get(_DIR)).glob("rank*.json"):
             path.unlink(missing_ok=True)
         return

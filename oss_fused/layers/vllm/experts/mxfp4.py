@@ -157,7 +157,7 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
 
 
 def check_block_scales(layer: RoutedExperts, prefix: str) -> None:
-    """Refuse NaN block scales of a layer as its checkpoint has them, whoever runs it.
+    """Refuse NaN block scales of a layer as its checkpoint has them, whatever kernel runs it.
 
     Raises:
         CheckpointError: names the tensor of the checkpoint.
