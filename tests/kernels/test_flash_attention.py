@@ -283,6 +283,11 @@ def test_tiles_fit_shared_memory(limit, dim, monkeypatch):
         tiles = module._tiles(gpu, torch.bfloat16, dim, dim)
         used = 2 * block * (held * tiles.block_m + tiles.stages * 2 * tiles.block_n)
         assert used <= limit and (dim <= 128 or tiles.stages == 1)
+    # a mask's tiles are in flight, too
+    tiles = forward_kernel._tiles(gpu, torch.bfloat16, dim, dim, masked=True)
+    mask = tiles.stages * tiles.block_m * tiles.block_n
+    used = 2 * block * (tiles.block_m + tiles.stages * 2 * tiles.block_n) + mask
+    assert used <= limit
     assert forward_kernel._tiles(gpu, torch.float32, dim, dim).block_m == 32
 
 

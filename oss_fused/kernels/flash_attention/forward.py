@@ -222,8 +222,13 @@ def _flash_attention_kernel(
     _store(result, scales, sums, row0, first, queries, column, drop.factor, P)
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Tiles:
-    """The tile of a head size: as many keys in flight as shared memory holds, up to three."""
+def _tiles(
+    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, masked: bool = False
+) -> Tiles:
+    """The tile of a head size: as many keys in flight as shared memory holds, up to three.
+
+    A mask's bytes are in flight with the keys.
+    """
     if device.type != "cuda":
         return Tiles(32, 32, 4, 1)
     if dtype == torch.float32:
@@ -233,13 +238,13 @@ def _tiles(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> Ti
         # Further tiles of queries and keys pass through shared memory. One stage of 64 keys or more
         # is what Triton 3.6 compiles wrongly for sm_90.
         return Tiles(64, 32, 4, 1)
-    columns = head_block(dim) + head_block(dim_v)
+    key = 2 * (head_block(dim) + head_block(dim_v)) + 128 * masked
     held = 128 * head_block(dim) * dtype.itemsize
     block_n = 128
-    stages = (shared_memory(device) - held) // (block_n * columns * 2)
+    stages = (shared_memory(device) - held) // (block_n * key)
     if stages < 2:
         block_n = 64
-        stages = (shared_memory(device) - held) // (block_n * columns * 2)
+        stages = (shared_memory(device) - held) // (block_n * key)
     if stages < 2:
         return Tiles(64, 32, 4, 1)
     return Tiles(128, block_n, 8, min(3, stages))
@@ -292,7 +297,7 @@ def flash_attention(
     )
     if row_max.numel() == 0:
         return out, row_max, row_sum
-    tiles = config or _tiles(q.device, dtype, dim, dim_v)
+    tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None)
     window = Window(window_left, window_right)
     columns = (head_block(dim), head_block(dim_v))
     shape = program(q, v, mask, slopes, causal, window, dropout_p, columns)
