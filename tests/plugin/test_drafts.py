@@ -20,32 +20,34 @@ pytest.importorskip("vllm")
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.plugin import config
-from tests.plugin.conftest import SHARED_GPU, Engine
+from tests.plugin.conftest import SHARED_GPU, Engine, few_tokens
 
 pytestmark = pytest.mark.serve
 
 SHAPE = replace(get_shape("gpt-oss", "tiny"), vocab=512)
 # one that repeats itself, which n-grams draft, and one that does not
-PROMPTS = ([90, 91, 92, 93] * 5, list(range(5, 30)))
+PROMPTS = ([9, 10, 11, 12] * 5, list(range(5, 30)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("drafts")
     make_model(path / "model", SHAPE)
+    few_tokens(path / "model")
     make_draft(path / "specforge", SHAPE, "specforge")
     make_draft(path / "speculators", SHAPE, "speculators")
     return path
 
 
 def served(folder, drafts=None, **options):
-    """The greedy tokens of PROMPTS, and the modules of the draft model by name."""
+    """The greedy tokens of PROMPTS, the draft model's methods by module, drafts that were right."""
     from vllm import SamplingParams
 
-    options = SHARED_GPU | {"quantization": "oss_fp8", "max_model_len": 96} | options
+    serving = {"quantization": "oss_fp8", "max_model_len": 96, "disable_log_stats": False}
+    options = SHARED_GPU | serving | options
     engine = Engine(folder / "model", speculative_config=drafts, **options)
     try:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
         prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
         out = engine.llm.generate(prompts, params, use_tqdm=False)
         runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -56,7 +58,9 @@ def served(folder, drafts=None, **options):
             for name, m in modules.items()
             if hasattr(m, "quant_method")
         }
-        return [list(one.outputs[0].token_ids) for one in out], methods
+        name = "vllm:spec_decode_num_accepted_tokens"
+        right = sum(m.value for m in engine.llm.get_metrics() if m.name == name)
+        return [list(one.outputs[0].token_ids) for one in out], methods, right
     finally:
         engine.close()
 
@@ -72,17 +76,19 @@ def eagle(folder, name, **options):
 
 def test_ngram_drafts(folder, plain):
     lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    assert served(folder, {"method": "ngram", "num_speculative_tokens": 3} | lookup)[0] == plain
+    drafts = {"method": "ngram", "num_speculative_tokens": 3} | lookup
+    text, _, right = served(folder, drafts)
+    assert text == plain and right > 0
 
 
 def test_a_head_that_is_not_quantised_is_left_alone(folder, plain):
-    text, methods = served(folder, eagle(folder, "specforge"))
+    text, methods, _ = served(folder, eagle(folder, "specforge"))
     assert text == plain
     assert not any(name.startswith("Oss") for name in methods.values()), methods
 
 
 def test_a_head_in_fp8(folder, plain):
-    text, methods = served(folder, eagle(folder, "speculators", quantization="oss_fp8"))
+    text, methods, _ = served(folder, eagle(folder, "speculators", quantization="oss_fp8"))
     assert text == plain
     assert {methods[name] for name in ("lm_head", "model.fc")} == {"OssFp8LinearMethod"}
     assert methods["model.layers.0.self_attn.qkv_proj"] == "OssFp8LinearMethod"
