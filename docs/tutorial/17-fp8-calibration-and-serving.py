@@ -198,7 +198,7 @@ def h200_served() -> list[dict]:
 
 
 if __name__ == "__main__":
-    book.show(book.table(real_quality(), "Source: docs/results/cpu/smollm2_accuracy.json."))
+    book.show(book.table(real_quality(), "Source: docs/results/cpu/smollm2_*.json."))
     note = "gpt-oss-20b, 128 tokens in and out, time per output token."
     book.show(book.table(h200_served(), note, book.source("gpt_oss_20b/results.json")))
 

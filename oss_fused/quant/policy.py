@@ -29,10 +29,11 @@ from oss_fused.quant.sensitivity import Harm, Track, measure_harms
 from oss_fused.quant.served import serve_rest
 from oss_fused.quant.skeleton import ModelSkeleton
 
-# shares of the quantised linears' weights: with 16-bit inputs, and of those unquantised
+# shares of the quantised linears' weights: with 16-bit inputs, which take no memory, and, when half
+# have them, of those unquantised
 LEVELS = (
-    *((inputs, 0.0) for inputs in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25)),
-    *((0.25, weights) for weights in (0.05, 0.1, 0.15)),
+    *((inputs, 0.0) for inputs in (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)),
+    *((0.5, weights) for weights in (0.05, 0.1, 0.15)),
 )
 _HEAD = "lm_head"
 

@@ -103,6 +103,7 @@ def calibration() -> Passages:
         )
         cells = " | ".join(["{:.4f} ({:.4f})"] * 3)
         found.append((f"{label} | {cells} |", [x for pair in zip(factors, kls) for x in pair]))
+    found += four_texts()
     prose, dialogue, code = texts("smollm2_quality", "oss_fp8")
     time, small = load("cpu/smollm2_calibration_time.json"), load("cpu/smollm2_calibration.json")
     large = load("h200/calibration_20b.json")
@@ -160,6 +161,19 @@ def calibration() -> Passages:
     ]
 
 
+def four_texts() -> Passages:
+    """SmolLM2 with all weights in FP8: a row per share of them whose inputs stay in 16 bits."""
+    results = load("cpu/smollm2_four_texts.json")
+    found: Passages = [("its own, {:.0f} tokens of each", [results["task"]["max_tokens"]])]
+    for arm, shares in results["shares_of_weights"].items():
+        cells = zip(*(texts("smollm2_four_texts", arm, f) for f in _FACTOR_AND_KL))
+        form = "| {:.0f} % | " + " | ".join(["{:.4f} ({:.4f})"] * 4) + " |"
+        assert "BF16" not in shares
+        values = [100 * shares.get("W8A16", 0.0), *(x for pair in cells for x in pair)]
+        found.append((form, values))
+    return found
+
+
 def finetuned() -> Passages:
     """Rounding to MXFP4: a row per arm of each model, and what is left of the divergence."""
     found: Passages = []
@@ -183,6 +197,7 @@ def _kl_and_factor(figures: dict[str, float]) -> tuple[float, float]:
     return figures["kl_divergence"], figures["perplexity_factor"]
 
 
+_FACTOR_AND_KL = ("perplexity_factor", "kl_divergence")
 _ROUNDINGS = {
     "nearest": "`nearest`",
     "mse": "`mse`",

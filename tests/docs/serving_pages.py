@@ -94,7 +94,7 @@ def readme() -> Passages:
             "takes {:.2f} ms; with bf16 precision it takes {:.2f} ms",
             [layer_us(8192, True) / 1e3, layer_us(8192, False) / 1e3],
         ),
-        ("at most {:.4f} times bf16's", [max(texts("smollm2_accuracy", "w8a8"))]),
+        ("at most {:.4f} times bf16's", [max(texts("smollm2_four_texts", "w8a8"))]),
         ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
         (
             "20b's shape take {:.2f} GiB",
