@@ -96,6 +96,7 @@ def readme() -> Passages:
         ),
         ("at most {:.4f} times bf16's", [max(texts("smollm2_four_texts", "w8a8"))]),
         ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
+        ("in FP8, to {:.4f} times on all", [max(texts("smollm2_four_texts", "third"))]),
         (
             "20b's shape take {:.2f} GiB",
             [load("cpu/finetune_memory.json")["peak_anonymous_gib"]],
