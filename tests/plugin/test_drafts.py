@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Speculative decoding leaves the greedy text as it is: n-grams, EAGLE-3 heads in bf16 and FP8.
+"""Speculative decoding leaves the greedy text as it is: n-grams, draft heads in bf16 and FP8.
 
 How decode attention verifies drafts: test_attention_impl.py.
 """
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.draft_factory import make_draft
+from harness.draft_factory import LAYOUTS, make_draft
 from harness.model_factory import get_shape, make_model
 from torch import nn
 
@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("drafts")
     make_model(path / "model", SHAPE)
     few_tokens(path / "model")
-    make_draft(path / "specforge", SHAPE, "specforge")
-    make_draft(path / "speculators", SHAPE, "speculators")
+    for layout in LAYOUTS:
+        make_draft(path / layout, SHAPE, layout)
     return path
 
 
@@ -81,10 +81,20 @@ def test_ngram_drafts(folder, plain):
     assert text == plain and right > 0
 
 
-def test_a_head_that_is_not_quantised_is_left_alone(folder, plain):
-    text, methods, _ = served(folder, eagle(folder, "specforge"))
-    assert text == plain
-    assert not any(name.startswith("Oss") for name in methods.values()), methods
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("specforge", {}),
+        ("peagle", {"parallel_drafting": True}),
+        ("dflash", {"method": "dflash"}),
+    ],
+)
+def test_a_head_that_is_not_quantised_is_left_alone(layout, options, folder, plain):
+    text, methods, _ = served(folder, eagle(folder, layout, **options))
+    assert text == plain and methods
+    ours = {name for name, method in methods.items() if method.startswith("Oss")}
+    # DFlash has no head of its own: the target's takes the place
+    assert ours == ({"lm_head"} if layout == "dflash" else set()), methods
 
 
 def test_a_head_in_fp8(folder, plain):
