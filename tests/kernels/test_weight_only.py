@@ -45,23 +45,25 @@ def relative_error(got, want):
     [(1, 64, 128), (2, 101, 1040), (3, 33, 160), (17, 130, 576), (70, 66, 96), (33, 31, 17)],
 )
 def test_values(backend, dtype, m, n, k, device):
-    """One rounding, however many rows: activations lose nothing on the way."""
     for rows in (True, False):
         *args, bias = operands(m, n, k, device, dtype, rows)
         for shift in (None, bias):
             got = get_kernel(backend, "weight_only_linear")(*args, shift)
             assert got.dtype == dtype and got.shape == (m, n)
-            assert relative_error(got, exact(*args, shift)) < TOLERANCE[dtype]
+            assert relative_error(got, exact(*args, shift)) < tolerance(args[0], k)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
-def test_a_dequantised_weight(dtype, device):
-    """Many rows, float32: the weight is rounded to x.dtype, its sum once more."""
-    *args, bias = operands(tiles.DENSE_ROWS, 24, 32, device, dtype)
-    assert tiles.choose_weight_only(args[0].device, tiles.DENSE_ROWS, 24, 32)["kernel"] == "dense"
+def tolerance(x, k):
+    """One or two aligned rows round once; other products round the weight, too."""
+    served = len(x) <= MAX_ROWS and k % 16 == 0
+    return TOLERANCE[x.dtype] * (1 if served else 2)
+
+
+def test_float32_activations(device):
+    *args, bias = operands(2, 24, 32, device, torch.float32)
     for shift in (None, bias):
         got = get_kernel("triton", "weight_only_linear")(*args, shift)
-        assert relative_error(got, exact(*args, shift)) < 2 * TOLERANCE[dtype]
+        assert relative_error(got, exact(*args, shift)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -96,7 +98,9 @@ def test_large_values_become_infinite_and_small_ones_stay(m, device):
     one = torch.ones(8, 1, device=device)
     assert op(x, weight, one, None).isinf().all()
     assert op(x, weight, one * 1e-6, None).isfinite().all()
-    # the least code times a scale: a float16 or bfloat16 weight would be 0
+    if m > MAX_ROWS:
+        return
+    # the least code times a scale: a float16 weight would be 0
     tiny = torch.full((8, 32), 2.0**-9, device=device).to(FP8)
     got = op(x, tiny, one * 2**-20, None).float()
     assert torch.equal(got, torch.full_like(got, 32 * 60000 * 2.0**-29).half().float())
@@ -126,7 +130,7 @@ def test_strides(m, device):
     ]
     for rows, codes in cases:
         want = exact(rows, codes, scale, bias)
-        assert relative_error(op(rows, codes, scale, bias), want) < TOLERANCE[BF16]
+        assert relative_error(op(rows, codes, scale, bias), want) < 2 * TOLERANCE[BF16]
     nested = x.view(2, m, 96)
     got = op(nested, weight, scale, bias)
     assert got.shape == (2, m, 32)
@@ -152,12 +156,28 @@ def test_no_part_of_k_is_empty():
             assert 1 <= splits <= parts and each * (splits - 1) < steps <= each * splits
 
 
-def test_the_rule_splits_k_where_tiles_are_few():
-    narrow, wide = tiles.weight_only_rule(16, 2880, 4096), tiles.weight_only_rule(16, 201088, 2880)
-    assert narrow["splits"] > 1 and wide["splits"] == 1
-    many = tiles.weight_only_rule(1024, 28672, 4096)
-    assert (many["block_m"], many["block_n"], many["splits"]) == (128, 128, 1)
-    assert tiles.weight_only_rule(tiles.DENSE_ROWS, 2880, 4096) == {"kernel": "dense"}
+def test_only_gemv_and_dense_serve(device):
+    """The tile kernel was wrong on an H200: no rule and no table may choose it."""
+    for bucket in tiles.ROW_BUCKETS:
+        for n, k in ((2880, 4096), (5120, 2880), (8, 16)):
+            name = tiles.weight_only_rule(bucket, n, k)["kernel"]
+            assert name == ("gemv" if bucket <= MAX_ROWS else "dense")
+    assert "weight_only_linear" not in tiles.load_table("NVIDIA H200")
+
+
+def test_a_table_may_name_the_tile_kernel(monkeypatch, device):
+    """Where rows are aligned; other operands are dequantised."""
+    config = {"kernel": "tile", "block_m": 16, "block_k": 64, "splits": 2}
+    monkeypatch.setattr(tiles, "choose_weight_only", lambda *_: config)
+    seen = []
+    monkeypatch.setitem(KERNELS, "tile", lambda *a, **o: (seen.append(o), product_tile(*a, **o)))
+    run = get_kernel("triton", "weight_only_linear")
+    *args, bias = operands(20, 72, 320, device)
+    assert relative_error(run(*args, bias), exact(*args, bias)) < TOLERANCE[BF16]
+    x, weight = args[0][:, 1:65], args[1][:, 1:65]
+    got = run(x, weight, args[2], bias)
+    assert relative_error(got, exact(x, weight, args[2], bias)) < 2 * TOLERANCE[BF16]
+    assert seen == [{"block_m": 16, "block_k": 64, "splits": 2}]
 
 
 def test_rules_and_tables_fit_the_launchers():
@@ -169,14 +189,11 @@ def test_rules_and_tables_fit_the_launchers():
     }
     named |= tiles.load_table("NVIDIA H200").get("weight_only_linear", {})
     for shape, options in named.items():
-        bucket, _, k = (int(part) for part in shape.split("x"))
+        bucket = int(shape.split("x")[0])
         config = dict(options)
         name = config.pop("kernel")
         assert config.keys() <= inspect.signature(KERNELS[name]).parameters.keys(), shape
         assert name != "gemv" or bucket <= MAX_ROWS, shape
-        if name == "tile":
-            steps = -(-k // config["block_k"])
-            assert config["splits"] == tiles.splits_of(steps, config["splits"]), shape
 
 
 @pytest.mark.parametrize("m", [1, 5])
@@ -204,7 +221,7 @@ def test_wrong_arguments(device):
 @pytest.mark.parametrize("m", [1, 2, 3, 16, 64, 100, 300, 1000, 3000])
 @pytest.mark.parametrize(("n", "k"), [(5120, 2880), (2880, 4096), (1000, 512)])
 def test_a_graph_replays_what_runs_eagerly(m, n, k, device):
-    """Models' own shapes by the tiles that serve, in a graph and twice: the same bits each time."""
+    """Models' own shapes by the kernels that serve, in a graph and twice: the same bits."""
     *args, bias = operands(m, n, k, device)
     eager = op(*args, bias, True)
     assert relative_error(eager, exact(*args, bias)) < 2 * TOLERANCE[BF16]
@@ -217,6 +234,30 @@ def test_a_graph_replays_what_runs_eagerly(m, n, k, device):
         captured.zero_()
         graph.replay()
         assert torch.equal(captured, eager)
+
+
+# (rows, N, K, parts of K): more CTAs than an H200 has multiprocessors; wrong in places there
+_CROWDED = [(300, 2880, 4096, 4), (1000, 2880, 4096, 2), (1000, 5120, 2880, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [
+        (100, 2880, 4096, 5),
+        (300, 5120, 2880, 1),
+        *(pytest.param(*c, marks=pytest.mark.xfail(reason="wrong in places")) for c in _CROWDED),
+    ],
+)
+def test_the_tile_kernel_at_models_shapes(m, n, k, splits, device):
+    """Not served: docs/gemm.md says why. Eight warps, as the wrong results had."""
+    *args, bias = operands(m, n, k, device)
+    out, again = (torch.empty(m, n, dtype=BF16, device=device) for _ in range(2))
+    options = {"block_m": 128, "block_n": 128, "num_stages": 4, "num_warps": 8, "splits": splits}
+    product_tile(*args, bias, out, **options)
+    product_tile(*args, bias, again, **options)
+    assert relative_error(out, exact(*args, bias)) < TOLERANCE[BF16]
+    assert torch.equal(again, out)
 
 
 @pytest.mark.gpu

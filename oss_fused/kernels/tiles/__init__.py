@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 # kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
 GLUON_KERNELS = ("stream", "cooperative", "pingpong")
-
-# rows from which a weight-only product dequantises the weight and calls cuBLAS
-DENSE_ROWS = 2048
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -141,54 +137,12 @@ def choose_weight_only(device: torch.device, m: int, n: int, k: int) -> dict[str
 
 @functools.cache
 def weight_only_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
-    """The tile of a shape that no table has."""
+    """The kernel of a shape that no table has; ``tile`` runs where a table names it alone."""
     if bucket <= 2:
         # two rows double the registers
         block_k = 2048 if k % 2048 == 0 else 1024
         return {"kernel": "gemv", "rows_n": 4, "block_k": block_k, "num_warps": block_k // 512}
-    if bucket >= DENSE_ROWS:
-        return {"kernel": "dense"}
-    tiles = [
-        (64 * wide, block_m)
-        for wide in (1, 2)
-        for block_m in (16, 32, 64, 128)
-        if block_m <= max(bucket, 16)
-    ]
-    return min(
-        (_weight_only_tile(*tile, k, parts) for tile in tiles for parts in range(1, 9)),
-        key=lambda config: _weight_only_cycles(config, bucket, n, k),
-    )
-
-
-def _weight_only_tile(block_n: int, block_m: int, k: int, parts: int) -> dict[str, Any]:
-    """A tile that leaves room for a second one in the multiprocessor: one converts meanwhile."""
-    wide = block_n == block_m == 128
-    block_k, warps = (64, 8) if wide else (128, 4)
-    return {
-        **{"kernel": "tile", "block_m": block_m, "block_n": block_n, "block_k": block_k},
-        **{"num_stages": 4 if wide or block_m < 128 else 3, "num_warps": warps},
-        "splits": splits_of(-(-k // block_k), parts),
-    }
-
-
-def _weight_only_cycles(config: dict[str, Any], bucket: int, n: int, k: int) -> float:
-    """Cycles of the busiest multiprocessor, estimated from an H200's rates.
-
-    Per cycle it gets 20 bytes from memory and 45 from L2, converts 36 codes, and multiplies 2048
-    pairs in 16 bits. The second kernel reads what the parts wrote.
-    """
-    block_m, block_n, block_k = (config[f"block_{name}"] for name in "mnk")
-    splits, codes = config["splits"], block_n * block_k
-    steps = math.ceil(math.ceil(k / block_k) / splits)
-    tiles = math.ceil(bucket / block_m) * math.ceil(n / block_n)
-    units = math.ceil(tiles * splits / _WAVE)
-    product, conversion = 1.15 * codes * block_m / 2048, codes / 36
-    # one alone in its multiprocessor hides half of the conversion behind its own products
-    busy = max(product, conversion) if units > 1 else product + conversion / 2
-    step = max(busy, codes / 20, block_k * (block_n + 2 * block_m) / 45)
-    adding = 1800 + splits * bucket * n * 8 / (_WAVE * 30) if splits > 1 else 0
-    # a CTA's first copies are on their way while nothing multiplies
-    return units * (steps * step + 700) + adding
+    return {"kernel": "dense"}
 
 
 def splits_of(steps: int, parts: int) -> int:

@@ -8,6 +8,9 @@ float32, then x's dtype; each step is exact. The direct conversion to bfloat16 r
 
 Where a result has fewer tiles than the GPU has multiprocessors, K is split over CTAs. They leave
 float32 sums, and a second kernel adds these in order.
+
+No rule chooses this kernel: on an H200 its results were wrong in places where a multiprocessor ran
+more than one CTA of 128 x 128 (docs/gemm.md). A tile table may name it.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ def product_tile(
     group_m: int = 8,
     num_stages: int = 3,
     num_warps: int = 4,
-    tma: bool = False,
+    tma: bool = True,
 ) -> None:
     """Launch into ``out`` [M, N]; arguments as in weight_only_linear, already checked.
 

@@ -66,9 +66,7 @@ def _choose(x: torch.Tensor, w: torch.Tensor) -> tuple[str, dict[str, Any]]:
     config = dict(tiles.choose_weight_only(x.device, x.shape[0], w.shape[0], k))
     name = config.pop("kernel")
     if name != "dense" and not (k % 16 == 0 and _aligned(x) and _aligned(w)):
-        return "tile", {}
-    if name == "tile":
-        config["tma"] = True
+        return "dense", {}
     return name, config
 
 
