@@ -11,6 +11,7 @@ from tests.docs.readers import (
     library,
     load,
     memory,
+    operator,
     oss,
     served,
     speedup,
@@ -21,12 +22,12 @@ from tests.docs.readers import (
 
 def scaling() -> Passages:
     found: Passages = [
-        ("**{:.2f}** | 6.4", [memory("gpt_oss_20b", "baseline")]),
+        ("**{:.2f}** | 6.4", [memory("gpt_oss_20b", "triton")]),
         ("**{:.2f}** | 5.8", [memory("gpt_oss_20b", "oss_fp8")]),
         ("**{:.2f}** | 7.5", [memory("llama_8b", "baseline")]),
         ("**{:.2f}** | 4.3", [memory("llama_8b", "oss_fp8")]),
         (
-            "8 GiB hold {:.0f} tokens of gpt-oss-20b and {:.0f} of Llama",
+            "12 GiB hold {:.0f} tokens of gpt-oss-20b, and 8 GiB {:.0f} of Llama",
             [
                 load(f"h200/{m}/results.json")["arms"]["oss_fp8"]["memory"]["kv_cache_tokens"]
                 for m in ("gpt_oss_20b", "llama_8b")
@@ -34,7 +35,7 @@ def scaling() -> Passages:
         ),
         (
             "takes {:.2f} and {:.2f} ms",
-            [served("gpt_oss_20b", arm, "tpot")[0] for arm in ("baseline", "oss_fp8")],
+            [served("gpt_oss_20b", arm, "tpot")[0] for arm in (None, "oss_fp8")],
         ),
     ]
     pair = "{:.2f} / {:.2f} ({:.2f}x)"
@@ -257,7 +258,31 @@ def operators() -> Passages:
         "torch.compile": "pytorch compiled",
     }
     times = {label: library("rmsnorm_rope", name) for label, name in names.items()}
+    found: Passages = []
+    for dim in (64, 128):
+        for causal in (False, True):
+            rows = {
+                way: [
+                    operator("attention", f"flash {way}", name, dim=dim, causal=causal)["tflops"]
+                    for name in ("oss_fused", "pytorch")
+                ]
+                for way in ("forward", "backward")
+            }
+            fa3 = operator("attention", "flash forward", "flash_attention_3", dim=dim, causal=causal)
+            own, theirs = rows["forward"]
+            values = [dim, own, theirs, fa3["tflops"], *rows["backward"]]
+            mask = "causal" if causal else "full"
+            found.append((f"| {mask}, {{:.0f}} | {' | '.join(['{:.0f}'] * 5)} |", values))
+    for name, label in (("softmax", "softmax"), ("layer_norm", "LayerNorm")):
+        pairs = [operator("rows", name, "oss_fused", size=n) for n in (1024, 2048, 4096, 8192)]
+        shown = " | ".join(["{:.0f} % ({:.2f}x)"] * 4)
+        values = [x for row in pairs for x in (100 * row["share"], row["speedup"])]
+        found.append((f"| {label} | {shown} |", values))
+    conv = [summary("operators.conv.vs_cudnn_min"), summary("operators.conv.fused_bytes_saved")]
+    found.append(("at least {:.2f} of cuDNN's speed", conv[:1]))
+    found.append(("{:.0f} % of the bytes", [100 * conv[1]]))
     return [
+        *found,
         ("{:.1f} / {:.1f} / {:.1f} us for `triton`", times["triton"]),
         ("{:.1f} / {:.1f} / {:.1f} for `tilelang`", times["tilelang"]),
         ("{:.0f} / {:.0f} / {:.0f} for `cuda`", times["cuda"]),

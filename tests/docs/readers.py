@@ -20,12 +20,12 @@ def load(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def served(model: str, arm: str, figure: str) -> list[float]:
-    """Median milliseconds of a comparison at 1, 8, 32 and 128 requests; steady ones only."""
+def served(model: str, arm: str | None, figure: str) -> list[float]:
+    """Median milliseconds of a comparison's loads, steady ones only; None: the best baseline's."""
     cells = load(f"h200/{model}/results.json")["cells"]
     name = f"p50_{figure}_ms"
-    steady = [cell for cell in cells if figure == "tpot" or cell["arms"][arm]["steady"]]
-    return [cell["arms"][arm]["figures"][name] for cell in steady]
+    arms = [cell["arms"][arm or cell["baselines"][name]] for cell in cells]
+    return [each["figures"][name] for each in arms if figure == "tpot" or each["steady"]]
 
 
 def ratios(model: str, arm: str, figure: str) -> list[float]:
@@ -63,6 +63,19 @@ def oss(model: str, batch: int, context: int = 128, place: str = "h200") -> floa
 
 def speedup(model: str, batch: int, context: int = 128, place: str = "h200") -> float:
     return cell(model, batch, context, place)["speedup"]
+
+
+def before(arm: str, batch: int, context: int = 128) -> float:
+    """Milliseconds in the comparison with the package at 4f8f7d1."""
+    cells = load("h200/decode_gpt_oss_20b_before/results.json")["cells"]
+    found = next(c for c in cells if (c["batch"], c["context"]) == (batch, context))
+    return found["arms"][arm]["ms"]
+
+
+def busy_before(arm: str) -> float:
+    """Microseconds of a step's kernels at batch 1 in that comparison."""
+    profiles = load("h200/decode_gpt_oss_20b_before/results.json")["profiles"]
+    return next(p["busy_us"] for p in profiles if p["arm"] == arm and p["steps"])
 
 
 def profile(batch: int, arm: str) -> Any:
@@ -113,6 +126,12 @@ def library(operation: str, implementation: str, folder: str = "library-norm/") 
     wanted = (operation, implementation)
     found = [r for r in rows if (r["operation"], r["implementation"]) == wanted]
     return [1e3 * row["latency_ms"] for row in found]
+
+
+def operator(part: str, operation: str, implementation: str, **shape: Any) -> Any:
+    rows = load(f"h200/operators-{part}.json")["rows"]
+    wanted = {"operation": operation, "implementation": implementation, **shape}
+    return next(row for row in rows if wanted.items() <= row.items())
 
 
 def kernels(group: str, figure: str, **shape: Any) -> list[float]:
