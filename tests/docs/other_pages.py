@@ -268,7 +268,8 @@ def operators() -> Passages:
                 ]
                 for way in ("forward", "backward")
             }
-            fa3 = operator("attention", "flash forward", "flash_attention_3", dim=dim, causal=causal)
+            shape = {"dim": dim, "causal": causal}
+            fa3 = operator("attention", "flash forward", "flash_attention_3", **shape)
             own, theirs = rows["forward"]
             values = [dim, own, theirs, fa3["tflops"], *rows["backward"]]
             mask = "causal" if causal else "full"
