@@ -96,10 +96,6 @@ def readme() -> Passages:
             "with bf16 precision {:.1f} ms instead of {:.1f}",
             [before("exact", 1, 8192), before("triton", 1, 8192)],
         ),
-        (
-            "takes {:.2f} ms; with bf16 precision it takes {:.2f} ms",
-            [layer_us(8192, True) / 1e3, layer_us(8192, False) / 1e3],
-        ),
         ("at most {:.4f} times bf16's", [max(texts("smollm2_four_texts", "w8a8"))]),
         ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
         ("in FP8, to {:.4f} times on all", [max(texts("smollm2_four_texts", "third"))]),
