@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +272,18 @@ def test_ranks_add_to_the_policy_at_once(folder, policy):
         assert worker.exitcode == 0
     assert len(bits16_layers(policy)) == 80
     assert {path.name for path in folder.iterdir()} == {"policy.json", "policy.json.lock"}
+
+
+def test_an_addition_waits_for_another(policy):
+    """Two that read before either writes would lose a layer."""
+    adding = threading.Thread(target=add_layers, args=(policy, {"late": "why"}))
+    with open(f"{policy}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        adding.start()
+        adding.join(0.5)
+        assert adding.is_alive() and not bits16_layers(policy)
+    adding.join(30)
+    assert not adding.is_alive() and bits16_layers(policy) == {"late": "why"}
 
 
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
