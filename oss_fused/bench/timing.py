@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from oss_fused.errors import SchemeError
+from oss_fused.kernels.recording import recording
 
 # larger than the L2 of every GPU described in tuning/devices (B200: 126 MB)
 FLUSH_BYTES = 256 * 2**20
@@ -158,17 +159,11 @@ def capture(
     """
     graph = torch.cuda.CUDAGraph()
     kept: list[Any] = []
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                result = call()
-                if keep:
-                    kept.append(result)
-    except Exception:
-        # PyTorch's random generator stays in a capture that failed; one that succeeds takes it out
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device="cuda")
-        raise
+    with recording(graph):
+        for call in calls:
+            result = call()
+            if keep:
+                kept.append(result)
     return graph, kept
 
 

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from oss_fused.kernels.op import set_observer
+from oss_fused.layers.vllm import lm_head
 from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.plugin.model_state import OssModelState, OssSampler
 
@@ -148,7 +149,7 @@ def test_logprobs_are_vllms(monkeypatch):
 
 def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     replayed = []
-    monkeypatch.setattr(torch.cuda, "graph", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(lm_head, "recording", contextlib.nullcontext)
     monkeypatch.setattr(
         torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replayed.append(1))
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from oss_fused.kernels.op import observed
+from oss_fused.kernels.recording import recording
 
 # rows up to which a graph is worth the memory of its logits
 MAX_ROWS = 16
@@ -39,7 +40,7 @@ class HeadGraphs:
             hidden = like.new_zeros(rows, like.shape[-1])
             head(hidden)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with recording(graph):
                 logits = head(hidden)
             self._graphs |= dict.fromkeys(range(below + 1, rows + 1), (graph, hidden, logits))
             below = rows
