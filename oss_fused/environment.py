@@ -83,11 +83,14 @@ def cuda_version() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout, "-dirty" if tracked files differ; OSS_FUSED_COMMIT without git."""
+    """OSS_FUSED_COMMIT if set, else the checkout's, "-dirty" if tracked files differ."""
+    if named := envs.get("OSS_FUSED_COMMIT"):
+        # a copied checkout may hold newer files than its HEAD
+        return named
     root = Path(__file__).resolve().parent.parent
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if head is None:
-        return envs.get("OSS_FUSED_COMMIT") or None
+        return None
     dirty = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return head + ("-dirty" if dirty else "")
 

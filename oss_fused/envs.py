@@ -37,7 +37,7 @@ VARIABLES: dict[str, Variable] = {
     "OSS_FUSED_COMMIT": Variable(
         "",
         (),
-        "commit of the sources, for result files; read where there is no git checkout",
+        "commit of the sources, for result files; default: the git checkout's",
     ),
 }
 # variables that nothing reads any more -> option of --additional-config '{"oss_fused": {...}}'

@@ -17,13 +17,16 @@ def git(*arguments: str) -> str:
 
 
 def test_a_result_names_the_commit_of_the_checkout(monkeypatch) -> None:
+    monkeypatch.delenv("OSS_FUSED_COMMIT", raising=False)
     found = environment.commit()
     # a source archive has no history
     head = git("rev-parse", "HEAD")
     assert (found or "").removesuffix("-dirty") == head
-    monkeypatch.setattr(environment, "_output", lambda *command: None)
     monkeypatch.setenv("OSS_FUSED_COMMIT", "abc")
     assert environment.commit() == "abc"
+    monkeypatch.setenv("OSS_FUSED_COMMIT", "")
+    monkeypatch.setattr(environment, "_output", lambda *command: None)
+    assert environment.commit() is None
 
 
 def test_paths_of_a_machine_stay_on_it() -> None:
