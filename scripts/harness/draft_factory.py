@@ -9,7 +9,8 @@ vLLM's synthetic acceptance, or to show that drafts leave the text as it is. Lay
 - ``speculators``, of RedHatAI/gpt-oss-20b-speculator.eagle3: an embedding of its own, a norm before
   the three hidden states are combined, and a config.json that names the target;
 - ``peagle``: as ``speculators``, with a hidden state that stands for those of drafts, so that one
-  pass makes all drafts;
+  pass makes all drafts, and without that norm, as speculators trains it: vLLM 0.32 gives the norm
+  that state as a vector, which its CUDA kernel refuses;
 - ``dflash``: Qwen3 layers that make all drafts in one pass, with the target's embedding and head.
 """
 
@@ -111,8 +112,9 @@ def _eagle_groups(target: Shape, layout: str, make: Maker) -> Iterator[dict[str,
     if own:
         yield {
             "embed_tokens.weight": make.normal(target.vocab, hidden, std=1.0),
-            "input_norm.weight": make.norm(_SEEN_STATES * hidden),
         }
+    if layout == "speculators":
+        yield {"input_norm.weight": make.norm(_SEEN_STATES * hidden)}
     if layout == "peagle":
         yield {"mask_hidden": make.normal(1, _SEEN_STATES * hidden, std=1.0)}
 
@@ -170,7 +172,7 @@ def _config(target: Shape, layout: str) -> dict[str, Any]:
         | {
             "architectures": ["Eagle3Speculator"],
             "dtype": "bfloat16",
-            "norm_before_fc": True,
+            "norm_before_fc": kind == "eagle3",
             "norm_before_residual": True,
             "speculators_config": {
                 "algorithm": kind,
