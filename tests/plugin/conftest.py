@@ -366,6 +366,13 @@ class Engine:
 
 
 @pytest.fixture
+def compiled(monkeypatch):
+    """torch.compile on, which this file turns off for the CPU's sake."""
+    # torch.compile reads it at each call
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+@pytest.fixture
 def engine():
     """Start engines; they are closed when the test ends."""
     engines: list[Engine] = []

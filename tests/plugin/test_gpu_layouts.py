@@ -7,13 +7,7 @@ import pytest
 
 from tests.plugin.conftest import GRAPHS, assert_agrees, build, calibrate, to_mxfp4
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serve]
-
-
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch):
-    # tests/plugin/conftest.py turns torch.compile off for the CPU's sake
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
 
 
 @pytest.mark.parametrize("inputs", ["token", "tensor", None])

@@ -370,7 +370,7 @@ def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, en
 
 
 @pytest.mark.gpu
-def test_saturating_layers_leave_cuda_graphs(folder, policy, engine):
+def test_saturating_layers_leave_cuda_graphs(folder, policy, engine, compiled):
     first, after, restarted = switch_and_restart(folder, policy, engine, **GRAPHS)
     assert after[0] == restarted[0] != first[0]
 

@@ -13,7 +13,15 @@ from safetensors.torch import save_file
 
 from oss_fused.errors import CheckpointError
 from oss_fused.plugin.checkpoint import check_before_load, check_checkpoint
-from tests.plugin.conftest import PROMPT, build, calibrate, edit, make_config, tensors_of
+from tests.plugin.conftest import (
+    PROMPT,
+    SHARED_GPU,
+    build,
+    calibrate,
+    edit,
+    make_config,
+    tensors_of,
+)
 
 
 def save(folder: Path, kind: str, family: str) -> Path:
@@ -229,7 +237,7 @@ def test_a_calibrated_draft_model_on_a_gpu(tmp_path, engine):
     """The served model as its own draft, with a pattern that names layers: every draft is taken."""
     folder = build(tmp_path, "llama")
     calibrate(folder, ignore=("lm_head", "model.layers.0.mlp.down_proj"))
-    plain, _ = engine(folder).generate()
+    plain, _ = engine(folder, **SHARED_GPU).generate()
     speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
-    drafted, _ = engine(folder, speculative_config=speculation).generate()
+    drafted, _ = engine(folder, speculative_config=speculation, **SHARED_GPU).generate()
     assert drafted == plain

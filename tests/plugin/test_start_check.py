@@ -200,7 +200,7 @@ def test_doctor_runs_it(tmp_path, monkeypatch, broken) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("burst", [1, 4])
-def test_on_a_gpu_in_graphs(checkpoint, engine, burst) -> None:
+def test_on_a_gpu_in_graphs(checkpoint, engine, compiled, burst) -> None:
     """vLLM's model runner V2, behind graph capture, with and without bursts."""
     from tests.plugin.conftest import GRAPHS
 
