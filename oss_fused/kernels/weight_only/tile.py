@@ -9,8 +9,8 @@ float32, then x's dtype; each step is exact. The direct conversion to bfloat16 r
 Where a result has fewer tiles than the GPU has multiprocessors, K is split over CTAs. They leave
 float32 sums, and a second kernel adds these in order.
 
-No rule chooses this kernel: on an H200 its results were wrong in places where a multiprocessor ran
-more than one CTA of 128 x 128 (docs/gemm.md). A tile table may name it.
+No rule chooses this kernel: it gave wrong results on an H200, and has not run there since it was
+corrected (docs/gemm.md). A tile table may name it. It needs Hopper.
 """
 
 from __future__ import annotations
@@ -56,7 +56,13 @@ def _dot_codes(codes, x, acc):
         wide = codes.to(tl.float16)
         if x.dtype != tl.float16:
             wide = wide.to(tl.float32).to(x.dtype)
-        return tl.dot(wide, x, acc)
+        acc = tl.dot(wide, x, acc)
+        # Triton 3.6 lets the last products of a step run on, while the next step's codes go to the
+        # registers that they read (triton-lang/triton issue 9433)
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1
+        )
+        return acc
 
 
 @triton.jit(do_not_specialize=["m"])
