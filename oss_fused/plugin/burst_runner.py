@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.plugin.options import serving_options
 from oss_fused.plugin.step_graphs import use_whole_graphs
 from oss_fused.quant.settings import LONGEST_BURST
 
@@ -36,6 +37,8 @@ class BurstRunner(GPUModelRunner):
         """As GPUModelRunner."""
         super().__init__(*args)
         self.burst = 1
+        # other settings do not depend on times
+        self.timed = serving_options(self.vllm_config).burst == "auto"
         self.timer = StepTimer()
         # K -> of a burst's sampled and rejected tokens: K and 1 - K [max_num_reqs]
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -69,7 +72,8 @@ class BurstRunner(GPUModelRunner):
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """As GPUModelRunner; remembers tables and slots, and starts the clock."""
         self._tables, self._slots = super().prepare_attn(input_batch)
-        self.timer.start()
+        if self.timed:
+            self.timer.start()
         return self._tables, self._slots
 
     def sample(

@@ -181,8 +181,10 @@ def test_ids_that_are_being_copied_are_not_written_again(monkeypatch):
     assert not torch.equal(second.sampled_token_ids, before)
 
 
-def test_what_a_step_remembers(monkeypatch):
+@pytest.mark.parametrize("timed", [True, False])
+def test_what_a_step_remembers(timed, monkeypatch):
     runner = BurstRunner.__new__(BurstRunner)
+    runner.timed = timed
     runner.timer, runner.model_state = Timer(), SimpleNamespace()
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, *args, **options: args)
     monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: "batch")
@@ -198,7 +200,17 @@ def test_what_a_step_remembers(monkeypatch):
         assert runner.prepare_inputs(1, 2, graph, 0) == "batch" and runner._desc is graph
         assert runner.model_state.decodes is (uniform is not None)
     assert runner.prepare_attn(None) == (runner._tables, runner._slots) == ("tables", "slots")
-    assert runner.timer.told == ["start"]
+    assert runner.timer.told == ["start"] * timed
+
+
+@pytest.mark.parametrize(("burst", "timed"), [("auto", True), (1, False), (4, False)])
+def test_only_auto_needs_times(burst, timed, monkeypatch):
+    def init(self, config):
+        self.vllm_config = config
+
+    monkeypatch.setattr(GPUModelRunner, "__init__", init)
+    config = SimpleNamespace(additional_config={"oss_fused": {"burst": burst}})
+    assert BurstRunner(config).timed is timed
 
 
 def test_the_output_tells_the_times(monkeypatch):
