@@ -93,6 +93,19 @@ def dot_fp8(a, b, acc):
 
 
 @triton.jit
+def finished(acc):
+    """Sums of a step whose left operand lies in registers, after its products have read it.
+
+    Triton 3.6 goes on to write the next operand to these registers before that
+    (triton-lang/triton issue 9433). An empty use of the sums makes it wait.
+    """
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def mix_bits(x):
     """A permutation of uint32 whose output bits look independent; see kernels/random_mask.py."""
     x ^= x >> 16

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.numerics import INTERPRETED, from_fp8
+from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8
 
 # e4m3 codes of 2^-5 * (0, 0.5, 1, 1.5) and of 2^-5 * (2, 3, 4, 6), lowest byte first
 UNPACK_TABLE = tl.constexpr((0x14100800, 0x24201C18))
@@ -140,8 +140,7 @@ def dot_tile(weight, tokens, acc, PROMOTE: tl.constexpr):
 def dot_unpacked(weight, tokens, acc, PROMOTE: tl.constexpr):
     """``dot_tile`` of weights that were unpacked into registers."""
     acc = dot_tile(weight, tokens, acc, PROMOTE)
-    if not (INTERPRETED or PROMOTE):
-        # The next weights take the registers that the tensor cores still read. Triton 3.6 goes on
-        # to unpack them before this product has finished; an empty use of the sum makes it wait.
-        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    # a sum that PROMOTE adds is used, and so waited for, anyway
+    if not PROMOTE:
+        acc = finished(acc)
     return acc

@@ -10,7 +10,7 @@ Where a result has fewer tiles than the GPU has multiprocessors, K is split over
 float32 sums, and a second kernel adds these in order.
 
 No rule chooses this kernel: it gave wrong results on an H200, and has not run there since it was
-corrected (docs/gemm.md). A tile table may name it. It needs Hopper.
+corrected (docs/gemm.md). A tile table may name it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oss_fused.kernels.gemm.portable import bias_of, load_box, store_tile, tile_
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.numerics import INTERPRETED, from_fp8, round_to
+from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8, round_to
 from oss_fused.kernels.tma import row_descriptor
 
 # columns of a row that a program of the second kernel adds
@@ -56,13 +56,7 @@ def _dot_codes(codes, x, acc):
         wide = codes.to(tl.float16)
         if x.dtype != tl.float16:
             wide = wide.to(tl.float32).to(x.dtype)
-        acc = tl.dot(wide, x, acc)
-        # Triton 3.6 lets the last products of a step run on, while the next step's codes go to the
-        # registers that they read (triton-lang/triton issue 9433)
-        tl.inline_asm_elementwise(
-            "wgmma.wait_group.sync.aligned 0; // $0", "=r", [], tl.int32, is_pure=False, pack=1
-        )
-        return acc
+        return finished(tl.dot(wide, x, acc))
 
 
 @triton.jit(do_not_specialize=["m"])
