@@ -7,7 +7,9 @@
     vllm_hooks.py /tmp/next/vllm --output tests/plugin/hooks/vllm-0.34.0.json
 
 Prints the hooks that are missing or do not fit, and those whose signature differs from the newest
-recorded release. Exit codes: 0 every hook fits, 1 one does not, 2 bad arguments.
+recorded release. --summary counts the recorded releases that have every hook.
+
+Exit codes: 0 every hook fits, 1 one does not, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from harness.summary import merge_summary
 
 from oss_fused.files import write_json
 from oss_fused.plugin.compat import HookResult, check_hooks, vllm_package
@@ -36,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("folder", nargs="?", type=Path, metavar="FOLDER", help="package vllm (default: installed)")
     add("--output", type=Path, metavar="FILE", help="write the signatures here")
     add("--against", type=Path, metavar="FILE", help="recorded signatures (default: the newest)")
+    add("--summary", type=Path, metavar="FILE", help="summary.json to add compat.vllm_releases to")
     return parser
 
 
@@ -63,6 +68,17 @@ def differences(results: list[HookResult], recorded: dict[str, str]) -> list[str
     ]
 
 
+def whole(folder: Path, results: list[HookResult]) -> list[Path]:
+    """Recorded files of releases in which every hook of today was found."""
+    asked = {result.path for result in results}
+    found = []
+    for path in sorted(folder.glob("vllm-*.json")):
+        hooks = json.loads(path.read_text())["hooks"]
+        if all(hooks.get(name, "missing") != "missing" for name in asked):
+            found.append(path)
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare and record; returns the exit code."""
     parser = make_parser()
@@ -87,6 +103,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.output:
         hooks = {result.path: result.found for result in results}
         write_json(args.output, {"kind": "oss_fused.vllm_hooks", "vllm": version, "hooks": hooks})
+    if args.summary:
+        releases = whole(RECORDED, results)
+        source = releases[-1] if releases else RECORDED
+        merge_summary(args.summary, {"compat.vllm_releases": len(releases)}, source)
     print(f"vllm {version}: {len(results) - len(wrong)} of {len(results)} hooks fit")
     return 1 if wrong else 0
 

@@ -230,6 +230,21 @@ def test_no_vllm(monkeypatch):
         compat.check_vllm()
 
 
+def test_only_releases_with_every_hook_count(results, tmp_path):
+    whole = dict.fromkeys(results, "()")
+    first = next(iter(whole))
+    releases = {
+        "1.0": whole,
+        "1.1": whole | {"of:another": "()"},
+        "1.2": {path: "()" for path in whole if path != first},
+        "1.3": whole | {first: "missing"},
+    }
+    for release, recorded in releases.items():
+        (tmp_path / f"vllm-{release}.json").write_text(json.dumps({"hooks": recorded}))
+    found = script["whole"](tmp_path, list(results.values()))
+    assert [path.stem for path in found] == ["vllm-1.0", "vllm-1.1"]
+
+
 def test_the_script_shows_what_changed(installed, tmp_path, capsys, monkeypatch):
     against, output = tmp_path / "old.json", tmp_path / "next.json"
     version = importlib.metadata.version("vllm").split("+")[0]
