@@ -94,12 +94,14 @@ class BurstScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As AsyncScheduler; the output's ``burst`` is the number of tokens of each request."""
         self._burst = self._choose_burst()
+        # with drafts, their slots; bursts are off then
+        drafts = self.num_lookahead_tokens
         # allocate_slots makes room for the later tokens as it does for a drafter's
-        self.num_lookahead_tokens = self._burst - 1
+        self.num_lookahead_tokens = drafts + self._burst - 1
         try:
             return super().schedule(throttle_prefills)
         finally:
-            self.num_lookahead_tokens = 0
+            self.num_lookahead_tokens = drafts
 
     def _choose_burst(self) -> int:
         """K of the next step; sets aside requests whose last token is under way already."""

@@ -30,6 +30,7 @@ def test_no_work_is_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     opticks = package / "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
     opticks.parent.mkdir(parents=True)
     opticks.write_text("licence\nTHE FIRST BOOK OF OPTICKS\n" + "Light is refrangible. " * 6000)
+    (opticks.parent / "dwarf.c").write_text("int value;\n" * 10000)
     spec = SimpleNamespace(submodule_search_locations=[str(package)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     texts.write_texts(tmp_path / "texts")
