@@ -68,6 +68,7 @@ class BurstScheduler(AsyncScheduler):
 
     longest = 1
     auto = False
+    num_lookahead_tokens: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As AsyncScheduler."""
