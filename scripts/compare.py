@@ -112,9 +112,10 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--lengths",
         type=argument(compare.parse_lengths),
         nargs="+",
-        default=[(128, 128)],
-        metavar="IN:OUT",
-        help="tokens in and out of a request (default: 128:128)",
+        default=[compare.Lengths(128, 128)],
+        metavar="IN:OUT[@N,N]",
+        help="tokens in and out of a request (default: 128:128); @ gives them concurrencies of "
+        "their own, such as 4096:16@1,4",
     )
     add(
         "--num-prompts",
@@ -162,6 +163,11 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="FLAGS",
         help="further `vllm bench serve` flags, as one word",
+    )
+    add(
+        "--busy-host",
+        action="store_true",
+        help="after the start pin each engine process to one core, beside a busy loop",
     )
     add("--port", type=int, help="first port (default: free ones)")
     add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
@@ -300,6 +306,7 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         port=args.port,
         seed=args.seed,
         startup_timeout=args.startup_timeout,
+        busy_host=args.busy_host,
     )
     known = {
         "kind": "oss_fused.compare",
@@ -374,7 +381,10 @@ def condensed(results: dict[str, Any], arms: Sequence[str] = ()) -> dict[str, An
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of the measurement, JSON-ready."""
     names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "warmups", "together")
-    return {name: getattr(args, name) for name in (*names, "seed", "serve_flags", "bench_flags")}
+    return {
+        name: getattr(args, name)
+        for name in (*names, "busy_host", "seed", "serve_flags", "bench_flags")
+    }
 
 
 def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.arithmetic import describe_arithmetic
 from harness.load import CLIENT, Cell, LoadClient
@@ -38,6 +39,14 @@ class Arm:
     model: str
     flags: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+
+
+class Lengths(NamedTuple):
+    """Tokens in and out of a request, and numbers of concurrent requests (none: the common)."""
+
+    inputs: int
+    outputs: int
+    concurrency: tuple[int, ...] = ()
 
 
 def parse_arm(text: str) -> Arm:
@@ -70,33 +79,39 @@ def check_model(model: str) -> None:
         raise ValueError(f"model {model}: no such folder")
 
 
-def parse_lengths(text: str) -> tuple[int, int]:
-    """Read ``INPUT:OUTPUT`` tokens.
+def parse_lengths(text: str) -> Lengths:
+    """Read ``INPUT:OUTPUT`` tokens, or ``INPUT:OUTPUT@N,N`` with concurrencies of their own.
 
     Raises:
-        ValueError: not two numbers of at least 1.
+        ValueError: a number is missing, or below 1.
     """
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if not match or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128")
-    return int(match[1]), int(match[2])
+    match = re.fullmatch(r"(\d+):(\d+)(?:@(\d+(?:,\d+)*))?", text)
+    numbers = [int(number) for number in re.findall(r"\d+", text)] if match else [0]
+    if not all(numbers):
+        raise ValueError(
+            f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128 or 4096:16@1,4"
+        )
+    return Lengths(numbers[0], numbers[1], tuple(numbers[2:]))
 
 
 def make_grid(
-    lengths: Sequence[tuple[int, int]], concurrency: Sequence[int], num_prompts: Sequence[int]
+    lengths: Sequence[Lengths], concurrency: Sequence[int], num_prompts: Sequence[int]
 ) -> list[Cell]:
     """Cells for every pair of lengths and concurrency.
 
     Args:
-        lengths: pairs of input and output tokens.
-        concurrency: numbers of concurrent requests.
+        lengths: input and output tokens.
+        concurrency: numbers of concurrent requests, for lengths that have none of their own.
         num_prompts: requests a cell: one number per concurrency, one for all, or none for
-            four times the concurrency and at least 8.
+            four times the concurrency and at least 8. Lengths with concurrencies of their own
+            take the last.
 
     Raises:
         ValueError: ``num_prompts`` fits neither way, or something is listed twice.
     """
-    for name, values in (("concurrency", concurrency), ("lengths", lengths)):
+    listed = [("concurrency", concurrency), ("lengths", lengths)]
+    listed += [(f"lengths {n.inputs}:{n.outputs}", n.concurrency) for n in lengths]
+    for name, values in listed:
         if len(set(values)) != len(values):
             raise ValueError(f"{name} {list(values)}: expected each value once")
     if not num_prompts:
@@ -108,10 +123,11 @@ def make_grid(
             f"num-prompts {list(num_prompts)}: expected one number, or one per concurrency "
             f"({len(concurrency)})"
         )
+    common = list(zip(concurrency, num_prompts))
     return [
-        Cell(number, inputs, outputs, prompts)
-        for inputs, outputs in lengths
-        for number, prompts in zip(concurrency, num_prompts)
+        Cell(number, each.inputs, each.outputs, prompts)
+        for each in lengths
+        for number, prompts in [(n, max(8, 4 * n)) for n in each.concurrency] or common
     ]
 
 
@@ -133,6 +149,7 @@ class Comparison:
         seed: of the prompts, together with the round, the repeat and the cell.
         questions: what every server is asked once.
         startup_timeout: seconds a server has until it is healthy.
+        busy_host: each engine process shares one core with a busy loop.
         serve_command, client_command: programs to run (replaced in tests).
     """
 
@@ -149,6 +166,7 @@ class Comparison:
     seed: int = 0
     questions: Sequence[str] = (QUESTION,)
     startup_timeout: float = 900.0
+    busy_host: bool = False
     serve_command: Sequence[str] = VLLM_SERVE
     client_command: Sequence[str] = CLIENT
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
@@ -277,6 +295,10 @@ def _measure_group(
             for chat in arm["chat"]:
                 plan.say(f"    {chat['question']} -> {chat['answer'].strip()[:100]!r}")
         arm["memory"] |= server.log_figures()
+    if plan.busy_host:
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        for server, core in zip(servers, cores):
+            server.share_core(core)
     for repeat in range(plan.repeats):
         for position, cell in enumerate(plan.grid):
             # the same prompts for all arms; other ones for every measurement

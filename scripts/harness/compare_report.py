@@ -23,6 +23,7 @@ _UNSTEADY = (
     "of the same load, say nothing about a warm server."
 )
 FILES = ("results.json", "report.md", "report.html", "server-logs.txt")
+_BUSY = "Each engine process shared a core with a busy loop. "
 _PANELS = {
     "time per output token": (_TPOT, "ms, median; lower is better", False),
     "time to first token": (_TTFT, "ms, median; lower is better", True),
@@ -278,6 +279,7 @@ def _method(report: Report, results: Mapping[str, Any]) -> None:
         f"`vllm bench serve`, random prompts, fixed lengths, greedy; {settings['rounds']} round(s) "
         f"of {settings['repeats']} repeat(s), {order}. "
         + ("Each load warmed the server up before. " if settings.get("warmups") else "")
+        + (_BUSY if settings.get("busy_host") else "")
         + "A ratio compares runs of the same round on "
         "the same prompts. All runs, versions and settings are in results.json."
     )

@@ -127,6 +127,13 @@ def own_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(kinds)) / 1024
 
 
+def pin(pid: int, core: int) -> None:
+    """Keep all threads of a process, and those that it starts later, on one core."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), {core})
+
+
 def program(pid: int) -> str:
     """First word of the command line without its folder, such as ``VLLM::EngineCore``."""
     try:

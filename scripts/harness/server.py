@@ -95,6 +95,7 @@ class Server:
         self.command += ["--served-model-name", name, *flags]
         self._environment = dict(environment if environment is not None else os.environ)
         self._process: subprocess.Popen[bytes] | None = None
+        self._busy_loops: list[subprocess.Popen[bytes]] = []
         self._log_start = 0
         self._started = 0.0
 
@@ -126,9 +127,27 @@ class Server:
 
     def stop(self) -> None:
         """End the server and everything it started; harmless when it has ended already."""
+        while self._busy_loops:
+            processes.stop(self._busy_loops.pop(), patience=2)
         if self._process is not None:
             processes.stop(self._process)
             self._process = None
+
+    def share_core(self, core: int) -> None:
+        """Pin the engine process, or each of several, and a busy loop to ``core``.
+
+        Raises:
+            ServerError: the server has no process named EngineCore.
+        """
+        pids = processes.descendants(self._process.pid) if self._process else []
+        engines = [pid for pid in pids if "EngineCore" in processes.program(pid)]
+        if not engines:
+            raise ServerError(f"server {self.name}: has no process named EngineCore to pin")
+        with self.log_path.open("ab") as log:
+            loop = processes.start([sys.executable, "-c", "while True: pass"], log, os.environ)
+        self._busy_loops.append(loop)
+        for pid in (loop.pid, *engines):
+            processes.pin(pid, core)
 
     def check(self, doing: str) -> None:
         """Raise if the process has ended.

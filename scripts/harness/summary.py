@@ -116,6 +116,7 @@ def named_ratios(
 
     Loads of other lengths than the first get ``_<input>x<output>`` appended. Where the runs of the
     candidate or of its baseline are not steady, only the time per output token has a ratio.
+    ``<prefix>.ttft_ratio_min`` is the lowest ratio of the first token among the named ones.
 
     Args:
         cells: as ``condense`` returns them.
@@ -139,6 +140,9 @@ def named_ratios(
         if rate:
             name = f"{prefix}.{rate}{cell['concurrency']}{suffix}"
             named[name] = round(arm["figures"]["output_throughput"], 1)
+    first_tokens = [ratio for name, ratio in named.items() if name.startswith(f"{prefix}.ttft_")]
+    if first_tokens:
+        named[f"{prefix}.ttft_ratio_min"] = min(first_tokens)
     return named
 
 

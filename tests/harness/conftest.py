@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.compare import Arm, Comparison, make_grid
+from harness.compare import Arm, Comparison, Lengths, make_grid
 
 HERE = Path(__file__).parent
 FAKE_SERVE = (sys.executable, str(HERE / "fake_server.py"), "serve")
@@ -20,7 +20,7 @@ def fake_plan() -> Callable[..., Comparison]:
     def make(**changes: object) -> Comparison:
         options = {
             "arms": [Arm("slow", "/models/m"), Arm("fast", "/models/m", ("--quantization", "q"))],
-            "grid": make_grid([(8, 4)], [1, 2], [2]),
+            "grid": make_grid([Lengths(8, 4)], [1, 2], [2]),
             "rounds": 2,
             "serve_command": FAKE_SERVE,
             "client_command": FAKE_CLIENT,

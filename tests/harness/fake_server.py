@@ -2,7 +2,7 @@
 """Stands in for `vllm serve` in tests of start, failure and clean-up; FAKE_MODE says how it acts.
 
 ok | never_healthy | dies_at_start | dies_under_load | no_chat | stubborn (ignores SIGTERM and has a
-child in a session of its own)
+child in a session of its own) | engine (has a child that is named as vLLM names its engine)
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def main() -> None:
     elif "FAKE_PIDS" in os.environ:
         with Path(os.environ["FAKE_PIDS"]).open("a") as pids:
             pids.write(f"{os.getpid()} ")
+    if MODE == "engine":
+        command = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
+        subprocess.Popen(command, executable=sys.executable)
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     time.sleep(600)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import summary
-from harness.compare import Arm, Comparison, make_grid, parse_arm, parse_lengths, run
+from harness.compare import Arm, Comparison, Lengths, make_grid, parse_arm, parse_lengths, run
 from harness.load import LoadClient
 
 from oss_fused.errors import ServerError
@@ -31,21 +31,31 @@ def test_parse_arm_refuses(text: str) -> None:
         parse_arm(text)
 
 
-@pytest.mark.parametrize("text", ["128", "0:5", "5:0", "a:b", "-1:4", "1:2:3"])
+@pytest.mark.parametrize(
+    "text", ["128", "0:5", "5:0", "a:b", "-1:4", "1:2:3", "1:2@", "1:2@0", "1:2@3,"]
+)
 def test_parse_lengths_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="expected INPUT:OUTPUT"):
         parse_lengths(text)
 
 
+def prompts(lengths: list[Lengths], *args: list[int]) -> list[tuple[int, int, int]]:
+    return [(c.concurrency, c.input_len, c.num_prompts) for c in make_grid(lengths, *args)]
+
+
 def test_grid_takes_prompts_per_concurrency() -> None:
-    assert [c.num_prompts for c in make_grid([(8, 4)], [1, 32], [])] == [8, 128]
-    assert [c.num_prompts for c in make_grid([(8, 4), (9, 4)], [1, 32], [3, 64])] == [3, 64] * 2
+    short, long, own = parse_lengths("8:4"), parse_lengths("9:4"), parse_lengths("7:1@3,5")
+    assert prompts([short], [1, 32], []) == [(1, 8, 8), (32, 8, 128)]
+    assert [row[2] for row in prompts([short, long], [1, 32], [3, 64])] == [3, 64] * 2
+    assert prompts([short, own], [1], [3]) == [(1, 8, 3), (3, 7, 12), (5, 7, 20)]
     with pytest.raises(ValueError, match="one per concurrency"):
-        make_grid([(8, 4)], [1, 2, 3], [1, 2])
+        make_grid([short], [1, 2, 3], [1, 2])
+    with pytest.raises(ValueError, match=r"lengths 7:1 \[3, 3\]: expected each value once"):
+        make_grid([parse_lengths("7:1@3,3")], [1], [])
 
 
 def test_flags_defaults_give_way(fake_plan: MakePlan) -> None:
-    plan = fake_plan(grid=make_grid([(2000, 100)], [1], []))
+    plan = fake_plan(grid=make_grid([Lengths(2000, 100)], [1], []))
     flags = plan.flags_of(plan.arms[1])
     assert flags[:2] == ["--max-model-len", "2228"]
     assert "--enforce-eager" in flags and "--no-enable-prefix-caching" in flags

@@ -146,6 +146,8 @@ def test_summary_is_merged_flat(tmp_path: Path) -> None:
     named = summary.named_ratios(cells, "b", "main_job.x")
     kinds = ("tpot_ratio_c", "ttft_ratio_c", "ratio_c")
     loads = ("1", "8", "1_1024x4")
+    least = named.pop("main_job.x.ttft_ratio_min")
+    assert least == min(ratio for name, ratio in named.items() if ".ttft_" in name)
     assert list(named) == [f"main_job.x.{kind}{load}" for load in loads for kind in kinds]
     summary.merge_summary(path, {"other": 3}, tmp_path / "cpu" / "o.json")
     summary.merge_summary(path, named, tmp_path / "h200" / "x" / "results.json")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.processes import is_alive
+from harness.processes import descendants, is_alive
 from harness.server import Server, check_port, free_port
 
 from oss_fused.errors import ServerError
@@ -35,6 +35,23 @@ def test_healthy_answers_and_stops(tmp_path: Path) -> None:
         figures = server.log_figures()
     assert figures == {"weights_gib": 12.5, "kv_cache_gib": 100.25, "kv_cache_tokens": 1234567.0}
     assert not any(is_alive(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_an_engine_shares_its_core(tmp_path: Path) -> None:
+    """Engine and busy loop on one core; the loop ends with the server; no engine is an error."""
+    core = max(os.sched_getaffinity(0))
+    with make(tmp_path, "engine") as server:
+        server.wait_until_healthy()
+        assert server._process is not None
+        (engine,) = descendants(server._process.pid)
+        server.share_core(core)
+        (loop,) = (busy.pid for busy in server._busy_loops)
+        assert os.sched_getaffinity(engine) == os.sched_getaffinity(loop) == {core}
+        assert os.sched_getaffinity(server._process.pid) != {core}
+    assert not is_alive(loop) and not is_alive(engine)
+    with make(tmp_path) as server, pytest.raises(ServerError, match="arm: has no process named"):
+        server.wait_until_healthy()
+        server.share_core(core)
 
 
 def test_falls_back_to_completion_and_says_why(tmp_path: Path) -> None:
