@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -25,9 +26,14 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with torch.cuda.graph(graph, pool=pool):
             yield
     except Exception:
-        with suppress(RuntimeError):  # a later PyTorch has ended it
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        # a capture that succeeds takes the random generator out of the one that failed
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device="cuda")
+        end_failed_capture(pool)
         raise
+
+
+def end_failed_capture(pool: Any) -> None:
+    """Have PyTorch's allocator and random generator leave a capture into ``pool`` that failed."""
+    with suppress(RuntimeError):  # a later PyTorch has ended it, or it had not begun
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    # a capture that succeeds takes the random generator out of the one that failed
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")

@@ -366,9 +366,9 @@ READ = {
     "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
-        "_candidates _capture_descs cudagraph_mode max_num_reqs"
+        "_candidates _capture_descs cudagraph_mode graphs max_num_reqs pool vllm_config"
     ),
-    f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "dispatch",
+    f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "capture dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
         "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "
         "num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"

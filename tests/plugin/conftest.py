@@ -353,9 +353,12 @@ class Engine:
         return tokens, [step[t].logprob for step, t in zip(out.logprobs, tokens)]
 
     @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self) -> nn.Module:
-        executor = self.llm.llm_engine.model_executor
-        return executor.driver_worker.worker.model_runner.model
+        return self.runner.model
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -359,6 +359,9 @@ def switch_and_restart(folder, policy, engine, **flags):
     seen = metrics()
     assert seen["oss_fused:switched_layers", ""] == seen["oss_fused:exact_input_layers", ""] == 8
     assert len(bits16_layers(policy)) == 8
+    if flags:
+        manager = served.runner.cudagraph_manager
+        assert manager.oss_recapture._switched == 8 and manager.graphs, "recorded again"
     return first, after, engine(model, additional_config=options, **flags).generate()
 
 
@@ -370,7 +373,7 @@ def test_saturating_layers_go_on_in_16_bits_without_a_restart(folder, policy, en
 
 
 @pytest.mark.gpu
-def test_saturating_layers_leave_cuda_graphs(folder, policy, engine, compiled):
+def test_saturating_layers_leave_cuda_graphs_for_new_ones(folder, policy, engine, compiled):
     first, after, restarted = switch_and_restart(folder, policy, engine, **GRAPHS)
     assert after[0] == restarted[0] != first[0]
 

@@ -25,6 +25,7 @@ class HeadGraphs:
 
     def __init__(self) -> None:
         """No graphs yet: every call runs the head itself."""
+        self._recorded: tuple[list[int], torch.Tensor] | None = None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
     def capture(self, head: Head, sizes: Iterable[int], like: torch.Tensor) -> None:
@@ -35,8 +36,10 @@ class HeadGraphs:
             sizes: in any order.
             like: a tensor [..., H] with the device and dtype of hidden states.
         """
+        sizes = sorted({size for size in sizes if size <= MAX_ROWS})
+        self._recorded = (sizes, like)
         below = 0
-        for rows in sorted(size for size in set(sizes) if size <= MAX_ROWS):
+        for rows in sizes:
             hidden = like.new_zeros(rows, like.shape[-1])
             head(hidden)
             graph = torch.cuda.CUDAGraph()
@@ -48,6 +51,12 @@ class HeadGraphs:
     def forget(self) -> None:
         """Run the head itself from the next call on: it computes something else now."""
         self._graphs = {}
+
+    def renew(self, head: Head) -> None:
+        """Record anew what was recorded before: ``head`` computes something else now."""
+        self._graphs = {}
+        if self._recorded is not None:
+            self.capture(head, *self._recorded)
 
     def __call__(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
         """``head(hidden_states)``; from a graph, memory that the next call overwrites."""

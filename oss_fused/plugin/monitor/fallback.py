@@ -2,8 +2,9 @@
 """Linear layers that switch to 16-bit activations while the server runs.
 
 The option ``monitor_fallback="now"`` asks for it. Activations are quantised inside compiled and
-captured graphs, so the model leaves both: from the switch on it runs uncompiled. The layers
-compute what the next start would compute with them in the policy: W8A16.
+captured graphs, so the model leaves both: from the switch on it runs uncompiled, and its graphs are
+captured again (recapture.py). The layers compute what the next start would compute with them in the
+policy: W8A16.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Fallback:
         first = next(iter(layers))
         logger.warning(
             "oss_fused monitor: %d layers run with 16-bit activations from this step on; the "
-            "first is %s: %s. The model runs uncompiled, which is slower, until the next start, "
-            "which reads the layers from %s.",
+            "first is %s: %s. The model runs uncompiled until the next start, which reads the "
+            "layers from %s.",
             len(layers),
             first,
             wanted[first],

@@ -30,6 +30,7 @@ from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.plugin.monitor.fallback import Fallback, check_fallback
 from oss_fused.plugin.monitor.metrics import LayerFigures, write_figures
 from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
+from oss_fused.plugin.monitor.recapture import remember_capture
 from oss_fused.quant.formats import E4M3
 from oss_fused.quant.settings import ServingOptions
 
@@ -216,10 +217,15 @@ class Monitor:
         self.statistics.fp8_only, self.statistics.switched = fp8_only, switched
         self._fallback = Fallback(model) if self.fallback == "now" else None
 
-    @property
-    def outside_graphs(self) -> bool:
-        """Whether the next step must run its operators one by one."""
-        return self.sampling or self.statistics.switched > 0
+    def may_replay(self, manager: Any, step: Any) -> bool:
+        """Whether the next step may replay the graph ``step`` of vLLM's ``manager``."""
+        if self.sampling:
+            return False
+        switched = self.statistics.switched
+        if not switched:
+            return True
+        recapture = getattr(manager, "oss_recapture", None)
+        return recapture is not None and recapture.has_graph(manager, step, switched)
 
     def stop(self) -> None:
         """Watch nothing any more."""
@@ -373,7 +379,7 @@ def _sample_outside_graphs() -> None:
     @functools.wraps(dispatch)
     def choose(self: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         chosen = dispatch(self, num_reqs, num_tokens, *args, **kwargs)
-        if _monitor is None or not _monitor.outside_graphs:
+        if _monitor is None or _monitor.may_replay(self, chosen):
             return chosen
         return cudagraph_utils.BatchExecutionDescriptor(
             cg_mode=cudagraph_utils.CUDAGraphMode.NONE,
@@ -385,3 +391,4 @@ def _sample_outside_graphs() -> None:
 
     choose.oss_monitor = True  # type: ignore[attr-defined]
     manager.dispatch = choose
+    remember_capture(manager)
