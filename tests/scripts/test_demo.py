@@ -24,6 +24,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "compare").mkdir()
     (tmp_path / "compare/report.md").write_text("the report")
     (tmp_path / "compare/results.json").write_text(json.dumps(parts | {"cells": [cell]}))
+    monkeypatch.setattr(demo, "has_gpu", lambda: False)
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(demo.subprocess, "run", lambda *args, **options: done)
     return tmp_path
@@ -32,6 +33,11 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr("sys.argv", ["demo.py", *map(str, arguments)])
     return demo.main()
+
+
+def steps(gpu: bool, no_gpt_oss: bool = False) -> list[tuple[str, list[str], Path | None]]:
+    args = argparse.Namespace(force=False, rounds=1, gpu=gpu, no_gpt_oss=no_gpt_oss)
+    return demo.plan(Path("m"), Path("r"), args)
 
 
 def test_it_ends_with_what_a_gpu_brings_and_leaves_the_report_to_the_comparison(
@@ -56,9 +62,38 @@ def test_minutes_and_ratio_are_kept(finished: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_comparison_asks_all_questions_of_both() -> None:
-    args = argparse.Namespace(force=False, rounds=1)
-    *_, (_, command, _) = demo.plan(Path("m"), Path("r"), args)
+    *_, (_, command, _) = steps(gpu=False)
     at = command.index("--question")
     assert tuple(command[at + 1 : at + 1 + len(demo.QUESTIONS)]) == demo.QUESTIONS
     arms = [compare.parse_arm(command[i + 1]) for i, word in enumerate(command) if word == "--arm"]
     assert [arm.name for arm in arms] == ["bf16", "oss_fp8"]
+
+
+def test_a_gpu_compares_the_shape_of_gpt_oss_too() -> None:
+    *small, made, compared = [command for _, command, _ in steps(gpu=True)]
+    assert small == [command for _, command, _ in steps(gpu=True, no_gpt_oss=True)]
+    assert made[made.index("--output") + 1] == "m/gpt-oss-20b-shape"
+    arms = [compared[i + 1] for i, word in enumerate(compared) if word == "--arm"]
+    stock, ours = map(compare.parse_arm, arms)
+    # without the plugin, which would change nothing of it but could
+    assert dict(stock.environment) == {"VLLM_PLUGINS": ""} and not stock.flags
+    assert stock.model == ours.model == "m/gpt-oss-20b-shape"
+    assert "--together" in compared and "--together" in small[-1]
+    assert len(steps(gpu=False)) == len(small) and "--together" not in steps(gpu=False)[-1][1]
+
+
+def test_a_gpus_figures_have_names_of_their_own_and_the_last_line_is_of_this_gpu(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "has_gpu", lambda: True)
+    (finished / "gpt-oss-20b").mkdir()
+    ratio = {"ratios": {"output_throughput": {"median": 1.237}}}
+    cells = [{"arms": {"stock": {"ratios": {}}, "oss_fp8": ratio}}]
+    (finished / "gpt-oss-20b/results.json").write_text(json.dumps({"cells": cells}))
+    kept, flat = finished / "demo.json", finished / "summary.json"
+    options = ("--record", kept, "--summary", flat, "--force")
+    assert run(monkeypatch, "--results", finished, "--models", finished, *options) == 0
+    figures = json.loads(flat.read_text())
+    assert figures["main_job.demo_gpu.ratio_c1"] == 0.93
+    assert set(figures) == {"main_job.demo_gpu.ratio_c1", "main_job.demo_gpu.minutes"}
+    assert "1.24 times stock" in capsys.readouterr().err.strip().splitlines()[-1]
