@@ -182,6 +182,19 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add("--summary-rate", help="name before it of the arm's output tokens/s (default: left out)")
     add("--summary-arm", help="the arm of those ratios (default: the first that is no baseline)")
     add(
+        "--summary-alias",
+        nargs="+",
+        default=[],
+        metavar="NEW=NAME",
+        help="further names: served.x.max_load_ratio=served.x.ratio_c256_1024x1024",
+    )
+    add(
+        "--kernel-ms",
+        metavar="NAME",
+        help="the kernels' ms per step at 1 request in --summary: its arm's time per token over "
+        "it becomes served.host_overhead_c1",
+    )
+    add(
         "--render",
         type=Path,
         metavar="FOLDER",
@@ -395,6 +408,15 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
     arm = args.summary_arm or next(name for name in results["arms"] if name not in baselines)
     names = args.summary_prefix, args.summary_key, args.summary_rate
     figures = summary.named_ratios(results["cells"], arm, *names)
+    for alias in args.summary_alias:
+        new, _, name = alias.partition("=")
+        if name not in figures:
+            raise ValueError(f"--summary-alias {alias}: expected one of {', '.join(figures)}")
+        figures[new] = figures[name]
+    if args.kernel_ms:
+        known = json.loads(args.summary.read_text())
+        overhead = summary.host_overhead(results["cells"], arm, known.get(args.kernel_ms))
+        figures["served.host_overhead_c1"] = overhead
     summary.merge_summary(args.summary, figures, file)
     for name, figure in figures.items():
         print(f"{name} = {figure}", file=sys.stderr)

@@ -146,6 +146,24 @@ def named_ratios(
     return named
 
 
+def host_overhead(cells: Sequence[Mapping[str, Any]], arm: str, kernel_ms: float | None) -> float:
+    """Time per output token of one request over the kernels' own time per step.
+
+    Args:
+        cells: as ``condense`` returns them; the first load of one request counts.
+        arm: its name.
+        kernel_ms: of the kernels of a decode step at batch 1.
+
+    Raises:
+        ValueError: no load has one request, or ``kernel_ms`` is None.
+    """
+    single = [cell for cell in cells if cell["concurrency"] == 1]
+    if not single or kernel_ms is None:
+        missing = "a load of one request" if kernel_ms is not None else "that name in --summary"
+        raise ValueError(f"--kernel-ms: expected {missing}, found none")
+    return round(single[0]["arms"][arm]["figures"]["p50_tpot_ms"] / kernel_ms, 4)
+
+
 def merge_summary(path: Path, figures: Mapping[str, float], detail: Path) -> None:
     """Add ``figures`` to the flat JSON object in ``path``, creating it if need be.
 

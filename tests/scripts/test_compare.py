@@ -73,6 +73,19 @@ def test_compares_and_merges_the_summary(
     assert run("--render", str(output), *merge) == 0
     assert "main_job.x.ratio_c1" in json.loads(totals.read_text())
     assert (output / "report.md").is_file()
+    # further names, and what the host adds to the kernels' time
+    kernels = {"decode.x.kernel_ms_b1": 5.0}
+    totals.write_text(json.dumps(kernels))
+    more = ["--summary-alias", "main_job.x.best=main_job.x.ratio_c2"]
+    more += ["--kernel-ms", "decode.x.kernel_ms_b1"]
+    assert run("--render", str(output), *merge, *more) == 0
+    named, tpot = json.loads(totals.read_text()), results["cells"][0]["arms"]["fast"]["figures"]
+    assert named["main_job.x.best"] == 2.0
+    assert named["served.host_overhead_c1"] == round(tpot["p50_tpot_ms"] / 5.0, 4)
+    assert run("--render", str(output), *merge, "--summary-alias", "a=b") == 1
+    assert "--summary-alias a=b: expected one of main_job.x.tpot" in capsys.readouterr().err
+    assert run("--render", str(output), *merge, "--kernel-ms", "no") == 1
+    assert "--kernel-ms: expected that name in --summary" in capsys.readouterr().err
     # an existing folder is kept unless asked otherwise
     assert run(*arms(tmp_path), *options, "--output", str(output)) == 2
     assert "--overwrite" in capsys.readouterr().err
