@@ -229,6 +229,15 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
         "recipe; needs --dataset",
     )
     add(
+        "--keep-sensitive",
+        action="append",
+        type=parse_limit,
+        metavar="PATTERN=LIMIT",
+        help="with --accuracy-target: linears of PATTERN, such as re:.*q_proj or lm_head, stay in "
+        "bf16 if the share of the other linears that cost less per weight is above LIMIT, such as "
+        "0.99; may be repeated",
+    )
+    add(
         "--fp8-stage",
         metavar="DIR",
         help="with --accuracy-target: keep the checkpoint with everything in FP8 there, or take it "
@@ -278,9 +287,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     if formats:
         settings["format"] = args.formats[0] if len(formats) == 1 else BOTH[0]
     names = Recipe.model_fields.keys() & vars(args).keys()
-    return settings | {
-        name: getattr(args, name) for name in names if getattr(args, name) is not None
-    }
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "keep_sensitive" in given:
+        given["keep_sensitive"] = dict(given["keep_sensitive"])
+    return settings | given
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -289,6 +299,15 @@ def parse_override(text: str) -> dict[str, Any]:
     if not (scheme and separator and pattern):
         raise argparse.ArgumentTypeError(f"{text!r}: expected SCHEME=PATTERN")
     return {"scheme": scheme, "targets": [pattern]}
+
+
+def parse_limit(text: str) -> tuple[str, float]:
+    """A pattern and its limit from "PATTERN=LIMIT"."""
+    pattern, _, limit = text.rpartition("=")
+    try:
+        return pattern, float(limit)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PATTERN=LIMIT") from None
 
 
 def parse_target(text: str) -> float:

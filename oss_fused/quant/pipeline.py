@@ -24,10 +24,11 @@ from oss_fused.quant.run_options import RunOptions, check_output
 
 # formats of calibrate_both, which are also the names of its folders
 BOTH = ("oss-fp8", "mxfp4")
+_NO_SEARCH: dict[str, Any] = {"accuracy_target": None, "keep_sensitive": {}}
 # settings that mean nothing where no linear is quantised
 _OF_LINEARS = (
     *("scheme", "targets", "ignore", "overrides", "lm_head", "kv_cache"),
-    *("accuracy_target", "clip_target", "group_candidates", "smoothing"),
+    *("accuracy_target", "keep_sensitive", "clip_target", "group_candidates", "smoothing"),
 )
 
 
@@ -81,7 +82,7 @@ def calibrate(
     run = Run(recipe, options)
     if recipe.accuracy_target is None:
         return run.execute(progress, complete)
-    plain = recipe.model_copy(update={"accuracy_target": None})
+    plain = recipe.model_copy(update=_NO_SEARCH)
     output = real(options.output)
     base = options.stage or output.with_name(f"{output.name}.all-fp8-{run.identity()}")
     # held for the whole search: another run of the same settings would replace the base meanwhile
@@ -171,13 +172,20 @@ def _search(
     reader = CheckpointReader(base, quantised=True)
     weights = StoredWeights(reader)
     search = PolicySearch(
-        run.reader, weights, run.plan.schemes, run.held_out, run.device, progress, reader
+        run.reader,
+        weights,
+        run.plan.schemes,
+        run.held_out,
+        run.device,
+        progress,
+        reader,
+        recipe.keep_sensitive,
     )
     say(f"policy: comparing {len(LEVELS)} mixes on {len(run.held_out)} held-out samples")
     outcome = search.search(recipe.accuracy_target, best_effort)
     say(describe(outcome))
     overrides = (*recipe.overrides, *outcome.overrides)
-    found = recipe.model_copy(update={"overrides": overrides, "accuracy_target": None})
+    found = recipe.model_copy(update={**_NO_SEARCH, "overrides": overrides})
     result = SearchResult(
         load_record(base),
         {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},

@@ -204,6 +204,8 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
     for override in recipe.overrides:
         matched, _ = schemes.select(override.targets, (), skeleton.linears)
         chosen |= {name: override.weight_scheme for name in matched if chosen[name] is not None}
+    for pattern in recipe.keep_sensitive:
+        schemes.check_pattern("keep_sensitive", pattern, skeleton.linears)
     schemes.check_siblings(chosen)
     if not any(chosen.values()) and skeleton.experts is None:
         raise SchemeError("targets/ignore: no linear layer is left to quantise")
@@ -214,6 +216,7 @@ def _refuse_other_modules(skeleton: ModelSkeleton, recipe: Recipe) -> None:
     """Say what a pattern that means no linear, but experts or a router, should have been."""
     patterns = [("targets", p) for p in recipe.targets] + [("ignore", p) for p in recipe.ignore]
     patterns += [("overrides", p) for override in recipe.overrides for p in override.targets]
+    patterns += [("keep_sensitive", p) for p in recipe.keep_sensitive]
     for option, pattern in patterns:
         if any(schemes.matches(pattern, *linear) for linear in skeleton.linears.items()):
             continue

@@ -24,7 +24,7 @@ from oss_fused.quant.formats import dequantize
 from oss_fused.quant.observers import CacheObserver
 from oss_fused.quant.recipe import KEEP, Override
 from oss_fused.quant.runner import LayerRunner, RoundedInput
-from oss_fused.quant.scheme import W8A16, QuantizationScheme
+from oss_fused.quant.scheme import W8A16, QuantizationScheme, matches
 from oss_fused.quant.sensitivity import Harm, Track, measure_harms
 from oss_fused.quant.served import serve_rest
 from oss_fused.quant.skeleton import ModelSkeleton
@@ -67,6 +67,7 @@ class PolicySearch:
         device: torch.device,
         track: Track = lambda layers, _: layers,
         stored: CheckpointReader | None = None,
+        keep_sensitive: Mapping[str, float] | None = None,
     ) -> None:
         """Take the parts.
 
@@ -78,7 +79,9 @@ class PolicySearch:
             device: of the arithmetic.
             track: wraps the loops over layers.
             stored: the checkpoint whose FP8 experts and KV scales all mixes are compared with.
+            keep_sensitive: pattern -> sensitivity above which its linears stay in bf16.
         """
+        self.keep_sensitive = dict(keep_sensitive or {})
         self.track, self.stored = track, stored
         self.harms: list[Harm] = []
         self.compared: list[Outcome] = []
@@ -149,13 +152,14 @@ class PolicySearch:
 
     def _mix(self, harms: Sequence[Harm], inputs: float, weights: float) -> dict[str, str]:
         mix = {name: "w8a16" if s == W8A16 else "fp8" for name, s in self.schemes.items()}
-        ranked = sorted(harms, key=lambda harm: -(harm.inputs + harm.weights) / harm.size)
-        kept = _within(ranked, weights * self.total)
-        rest = [harm for harm in harms if harm not in kept and harm.inputs]
+        always = too_sensitive(harms, self.keep_sensitive)
+        ranked = sorted(harms, key=lambda harm: -harm.per_weight)
+        kept = _within([harm for harm in ranked if harm not in always], weights * self.total)
+        rest = [harm for harm in harms if harm not in kept + always and harm.inputs]
         ranked = sorted(rest, key=lambda harm: -harm.inputs / harm.size)
         raised = _within(ranked, inputs * self.total - sum(harm.size for harm in kept))
         mix |= {name: "w8a16" for harm in raised for name in harm.names}
-        return mix | {name: "bf16" for harm in kept for name in harm.names}
+        return mix | {name: "bf16" for harm in kept + always for name in harm.names}
 
     def _outcome(self, mix: Mapping[str, str], factor: float) -> Outcome:
         by_kind: dict[str, list[str]] = {"w8a16": [], "bf16": []}
@@ -211,6 +215,27 @@ class PolicySearch:
                 undo()
                 divergence[i] += float((baseline.exp() * difference).sum()) / tokens
         return [math.exp(value) for value in divergence]
+
+
+def too_sensitive(harms: Sequence[Harm], limits: Mapping[str, float]) -> list[Harm]:
+    """The groups with a linear of a pattern in ``limits`` and a sensitivity above its limit.
+
+    A group's sensitivity is the share of the other groups with less harm per weight, 0 to 1.
+    """
+    others = max(len(harms) - 1, 1)
+    sensitivity = {
+        harm.names: sum(each.per_weight < harm.per_weight for each in harms) / others
+        for harm in harms
+    }
+    return [
+        harm
+        for harm in harms
+        if any(
+            sensitivity[harm.names] > limit
+            and any(matches(pattern, name, "Linear") for name in harm.names)
+            for pattern, limit in limits.items()
+        )
+    ]
 
 
 def _within(ranked: Sequence[Harm], budget: float) -> list[Harm]:

@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import QuantizationScheme, preset
 
-_YOUNGER = ("clip_target", "group_candidates", "smoothing", "self_check", "base")
+_YOUNGER = (
+    *("clip_target", "group_candidates", "smoothing", "self_check", "base"),
+    "keep_sensitive",
+)
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -49,7 +52,10 @@ class Recipe(BaseModel):
     where there is a dataset, and else rounds to nearest, MXFP4 with the exponents of least squared
     error ("mse"). ``base`` is the MXFP4 checkpoint that was fine-tuned. ``accuracy_target`` is the
     perplexity factor, estimated as exp(mean KL), that a search for overrides must meet; the recipe
-    it writes holds what it found.
+    it writes holds what it found. ``keep_sensitive`` is a rule per layer type for that search,
+    pattern -> limit: linears that match stay in bf16 in every mix if their sensitivity is above the
+    limit. A linear's sensitivity is the share of the others, 0 to 1, that cost the prediction less
+    per weight (``quant.sensitivity``); linears served as one matrix have one sensitivity.
 
     ``clip_target`` is the share of values that may saturate: static scales (of inputs, keys and
     values) have the least squared error within it, instead of clipping nothing. Of
@@ -72,6 +78,7 @@ class Recipe(BaseModel):
     rounding: Literal["auto", "nearest", "mse", "feedback"] = "auto"
     base: str | None = None
     accuracy_target: float | None = Field(default=None, gt=1)
+    keep_sensitive: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(default={})
     clip_target: float | None = Field(default=None, ge=0, lt=1)
     group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
     smoothing: float | None = Field(default=None, ge=0, le=1)
@@ -94,6 +101,11 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"accuracy_target={self.accuracy_target}: expected a scheme with dynamic input "
                 f"scales, such as FP8_DYNAMIC"
+            )
+        if self.keep_sensitive and self.accuracy_target is None:
+            raise ValueError(
+                f"keep_sensitive={self.keep_sensitive}: needs accuracy_target, whose search "
+                f"measures how sensitive linears are"
             )
         if self.format == "mxfp4" and (self.kv_cache == "fp8" or self.accuracy_target is not None):
             chosen = "kv_cache='fp8'" if self.kv_cache == "fp8" else "accuracy_target"

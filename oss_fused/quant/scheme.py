@@ -157,7 +157,7 @@ def select(
     """
     for option, patterns in (("targets", targets), ("ignore", ignore)):
         for pattern in patterns:
-            _check_pattern(option, pattern, modules)
+            check_pattern(option, pattern, modules)
     chosen = [
         name
         for name, kind in modules.items()
@@ -168,7 +168,8 @@ def select(
     return chosen, [name for name in modules if name not in picked]
 
 
-def _check_pattern(option: str, pattern: str, modules: Mapping[str, str]) -> None:
+def check_pattern(option: str, pattern: str, modules: Mapping[str, str]) -> None:
+    """Raise SchemeError unless ``pattern`` means one of ``modules`` (name -> class)."""
     try:
         found = any(matches(pattern, name, kind) for name, kind in modules.items())
     except SchemeError as error:

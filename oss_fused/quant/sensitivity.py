@@ -48,6 +48,11 @@ class Harm:
     inputs: float
     weights: float
 
+    @property
+    def per_weight(self) -> float:
+        """Harm of rounding both, per element of the weights."""
+        return (self.inputs + self.weights) / self.size
+
 
 class _Tally:
     """Sums ``(g d)**2`` by group, for errors ``d`` of inputs and of weights apart."""

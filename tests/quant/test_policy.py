@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +105,34 @@ def test_ranking_prefers_harm_per_cost(models: Models) -> None:
     assert (mix["a"], mix["b"]) == ("w8a16", "bf16") and "c" not in mix
 
 
+def test_sensitive_types_stay_in_bf16_in_every_mix(models: Models) -> None:
+    qkv = tuple(f"layers.0.{name}_proj" for name in "qkv")
+    harms = [
+        Harm(qkv, 10, 3.0, 0.0),
+        *(Harm((f"layers.{i}.down_proj",), 10, float(i), 0.1) for i in range(3)),
+        Harm(("lm_head",), 1000, 50.0, 0.0),
+    ]
+    # per weight: qkv 0.3, down_proj 0.01, 0.11 and 0.21, lm_head 0.05
+    rule = {"re:.*q_proj": 0.99, "re:.*k_proj": 0.99, "lm_head": 0.99}
+    assert policy.too_sensitive(harms, rule) == [harms[0]], "one matrix has one format"
+    assert policy.too_sensitive(harms, rule | {"lm_head": 0.2}) == [harms[0], harms[-1]]
+    assert policy.too_sensitive(harms, {"lm_head": 0.25, "re:.*q_proj": 0.99}) == [harms[0]]
+    assert policy.too_sensitive(harms, {"re:.*down_proj": 0.7}) == [harms[3]]
+    assert policy.too_sensitive(harms, {"re:.*down_proj": 0.75}) == []
+    assert policy.too_sensitive([], rule) == []
+
+    search = search_of(models("llama"))
+    search.keep_sensitive = {"re:.*q_proj": 0.0}
+    harms = search.rank()
+    least = min(harms, key=lambda harm: harm.per_weight)
+    for level in policy.LEVELS:
+        mix = search._mix(harms, *level)
+        for harm in harms:
+            if "q_proj" in str(harm.names) and harm is not least:
+                assert {mix[name] for name in harm.names} == {"bf16"}
+    assert set(search._mix(harms, 0.0, 0.0).values()) == {"bf16", "fp8"}
+
+
 def settings_of(text_file: Path, target: float) -> dict:
     return {
         "dataset": str(text_file),
@@ -131,6 +160,12 @@ def test_a_target_is_met_and_the_mix_is_in_the_recipe(
     recipe = yaml.safe_load((tmp_path / "better" / "recipe.yaml").read_text())
     assert recipe["overrides"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["better", "out"]
+    assert "keep_sensitive" not in recipe
+    kept = make_recipe(settings_of(text_file, 2.0) | {"keep_sensitive": {"Linear": 0.99}})
+    calibrate(kept, RunOptions(models("llama"), tmp_path / "kept"))
+    (override,) = yaml.safe_load((tmp_path / "kept" / "recipe.yaml").read_text())["overrides"]
+    assert override["scheme"] == "BF16", "the most sensitive matrix alone"
+    shutil.rmtree(tmp_path / "kept")
     # the written recipe needs no search
     settings = {**recipe, "dataset": str(text_file)}
     again = RunOptions(models("llama"), tmp_path / "again")
@@ -211,6 +246,11 @@ def test_too_small_a_dataset_is_refused(models: Models, tmp_path: Path, text_fil
     ("settings", "message"),
     [
         ({"accuracy_target": 1.01}, "needs a dataset"),
+        ({"keep_sensitive": {"lm_head": 0.99}}, "lm_head.*: needs accuracy_target"),
+        (
+            {"accuracy_target": 1.1, "dataset": "x", "keep_sensitive": {"lm_head": 99}},
+            "keep_sensitive.lm_head=99: .*less than 1",
+        ),
         ({"accuracy_target": 0.9, "dataset": "x"}, "accuracy_target=0.9"),
         ({"accuracy_target": 1.1, "dataset": "x", "scheme": "FP8_STATIC"}, "dynamic input scales"),
     ],

@@ -150,6 +150,21 @@ def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
         assert stop.value.code == 2 and "expected a" in capsys.readouterr().err
 
 
+def test_rules_per_layer_type(script, model, tmp_path, capsys) -> None:
+    flags = ["--keep-sensitive", "lm_head=0.99", "--keep-sensitive", "re:.*[qk]_proj=0.9"]
+    args = script.parse_args(["m", "--output", "o", *flags])
+    rule = {"lm_head": 0.99, "re:.*[qk]_proj": 0.9}
+    assert script.settings_of(args)["keep_sensitive"] == rule
+    with pytest.raises(SystemExit):
+        script.parse_args(["m", "--output", "o", "--keep-sensitive", "lm_head"])
+    assert "expected PATTERN=LIMIT" in capsys.readouterr().err
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 9999)
+    flags = ["--dataset", str(text), "--accuracy-target", "2", "--keep-sensitive", "z_proj=0.9"]
+    assert script.main([str(model), "--output", str(tmp_path / "out"), *flags]) == 2
+    assert "keep_sensitive='z_proj': matches no linear layer" in capsys.readouterr().err
+
+
 def test_a_target_is_a_factor_or_a_divergence(script, capsys) -> None:
     args = script.parse_args(["m", "--output", "o", "--accuracy-target", "1.02"])
     assert args.accuracy_target == 1.02
