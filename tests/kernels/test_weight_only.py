@@ -4,16 +4,10 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import oss_fused
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels import tiles
 from oss_fused.kernels.op import get_kernel
@@ -25,7 +19,6 @@ FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 # one rounding to x.dtype
 TOLERANCE = {BF16: 2**-8, FP16: 2**-11, torch.float32: 1e-5}
 op = torch.ops.oss_fused.weight_only_linear
-PACKAGE = Path(oss_fused.__file__).parent
 
 
 def operands(m, n, k, device, dtype=BF16, rows=True):
@@ -267,46 +260,6 @@ def test_the_tile_kernel_at_models_shapes(m, n, k, block_m, splits, device):
     product_tile(*args, bias, again, **options)
     assert relative_error(out, exact(*args, bias)) < TOLERANCE[BF16]
     assert torch.equal(again, out)
-
-
-_PROGRAM = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource
-from oss_fused.kernels.weight_only.tile import _mixed_gemm_kernel, _Tile
-
-types = {
-    "x": "tensordesc<bf16[128,64]>", "w": "tensordesc<fp8e4nv[128,64]>", "scale": "*fp32",
-    "bias": "*bf16", "out": "*bf16", "strides": ("i32", "i32"),
-}
-fixed = {"W_ROWS": True, "TILE": _Tile(128, 128, 64)}
-names = [parameter.name for parameter in _mixed_gemm_kernel.params]
-types = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-source = ASTSource(
-    _mixed_gemm_kernel, types, {(names.index(name),): value for name, value in fixed.items()}
-)
-options = {"num_warps": 8, "num_stages": 4, "launch_pdl": True}
-print(triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"])
-"""
-
-
-def test_products_end_before_their_registers_are_written(tmp_path):
-    """Compiled for Hopper, which needs no GPU: no step ends while a product reads its codes."""
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(
-        r"(\$L__BB\w+:|bra\s+\$L__BB|wgmma.mma_async|wgmma.wait_group\S* \d+)", done.stdout
-    )
-    products = [index for index, word in enumerate(found) if word == "wgmma.mma_async"]
-    rest = found[products[-1] + 1 :]
-    step = rest[: next(index for index, word in enumerate(rest) if word.startswith("bra"))]
-    assert "wgmma.wait_group.sync.aligned 0" in step
 
 
 @pytest.mark.gpu
