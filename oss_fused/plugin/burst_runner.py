@@ -37,8 +37,9 @@ class BurstRunner(GPUModelRunner):
         """As GPUModelRunner."""
         super().__init__(*args)
         self.burst = 1
-        # other settings do not depend on times
-        self.timed = serving_options(self.vllm_config).burst == "auto"
+        config = self.vllm_config
+        # other settings do not depend on times, and drafts leave no room for bursts
+        self.timed = serving_options(config).burst == "auto" and config.speculative_config is None
         self.timer = StepTimer()
         # K -> of a burst's sampled and rejected tokens: K and 1 - K [max_num_reqs]
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,179 +1,258 @@
 # SPDX-License-Identifier: MIT
-"""One model over two nodes on this machine: network namespaces joined by a cable.
+"""One model over two nodes on this machine, compared with one node.
 
-`python -m tests.deploy.two_nodes REPORT.json --ray` (as root, some minutes) serves tiny_gpt_oss in
-oss_fp8 on one node, then with tensor parallel size 2 over both: the answers must agree. It kills
-the worker of the second node, expects the server to end and not to answer, starts both again and
-expects the answer of before. With --ray (and Ray on the path) it records what vLLM's CPU build
-says to a Ray cluster over both nodes.
+    python -m tests.deploy.two_nodes REPORT.json --ray                      # CPU, some minutes
+    python -m tests.deploy.two_nodes REPORT.json --model FOLDER --together  # two GPUs
+
+Serves oss_fp8 on one node, then over two (nodes.py) through vLLM's ``--nnodes 2``, with tensor and
+with pipeline parallel size 2; on GPUs also data parallel size 2 with expert parallelism on one
+node. All must agree with one rank within the tolerance of parallel.py, and two nodes with one of
+the same layout. In the first layout over two nodes it kills the second node's worker, expects the
+server to end, starts both nodes again and expects the answer of before. Last it takes the time per
+token of each. With --ray (and Ray on the path) it records what vLLM's CPU build says to a Ray
+cluster over both nodes. REPORT is written after every step. Run it as root. Exit codes: 0 all
+agree, 1 otherwise.
 """
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import json
 import os
-import signal
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import psutil
-from harness import processes
-from harness.compare import CPU_ENVIRONMENT
+from harness import processes, summary
 from harness.server import VLLM_SERVE
 
-from oss_fused.environment import fingerprint
+from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.files import write_json
+from tests.deploy.nodes import ROOT, Deployment, Node, nodes
+from tests.deploy.old_nccl import offer
+from tests.deploy.parallel import from_one_rank
+from tests.deploy.parallel_child import TOP, Answer
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "tests/data/tiny_gpt_oss"
-NODES = {"ossnode0": "10.77.0.1", "ossnode1": "10.77.0.2"}
-PORT = 8000
-FLAGS = ["--quantization", "oss_fp8", "--max-model-len", "256", "--enforce-eager"]
-PROMPT = "class Reader:\n    def __init__(self"
-STARTUP_SECONDS, FAILURE_SECONDS = 420, 120
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextmanager
-def cable():
-    """Two namespaces with an interface each, eth0, that reach each other and nothing else."""
-    names = list(NODES)
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "eth0",
-            "netns",
-            names[1],
-        )
-        for name, address in NODES.items():
-            for words in (
-                ["addr", "add", f"{address}/24", "dev", "eth0"],
-                ["link", "set", "eth0", "up"],
-            ):
-                ip("-n", name, *words)
-            ip("-n", name, "link", "set", "lo", "up")
-        yield
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+TINY = ROOT / "tests/data/tiny_gpt_oss"
+STOPPED = (KeyboardInterrupt, processes.Terminated)
+BATCHES, REPEATS = (1, 8), 3
+# tokens of a prompt, and of the answers whose time is taken
+PROMPT, SHORT, LONG = 64, 1, 129
+# layout -> how many nodes, flags, and the layout whose text it must repeat but for rounding
+LAYOUTS: dict[str, tuple[int, str, str | None]] = {
+    "tp1": (1, "", None),
+    "tp2": (1, "--tensor-parallel-size 2", "tp1"),
+    "two_nodes_tp2": (2, "--tensor-parallel-size 2", "tp2"),
+    "two_nodes_pp2": (2, "--pipeline-parallel-size 2", "tp1"),
+    "dp2_ep": (1, "--data-parallel-size 2 --enable-expert-parallel", "tp1"),
+}
+FLAGS = "--quantization oss_fp8 --max-model-len 512 --max-num-seqs 8 --no-enable-prefix-caching"
+# all servers share the GPUs, and start sooner without torch.compile
+GPU_FLAGS = (
+    "--kv-cache-memory-bytes 1G --gpu-memory-utilization 0.05 --cudagraph-capture-sizes 1 8 "
+    "--compilation-config.mode 0 --compilation-config.cudagraph_mode FULL_DECODE_ONLY"
+)
 
 
-def environment(address: str) -> dict[str, str]:
-    """Of a process on the node with that address."""
-    extra = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0", "TORCHDYNAMO_DISABLE": "1"}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    extra["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ | extra
+class Run:
+    """The servers of a run, and its report."""
 
-
-def on(node: str, command: list[str]) -> list[str]:
-    return ["ip", "netns", "exec", node, *command]
-
-
-class Cluster:
-    """`vllm serve` on one or both nodes."""
-
-    def __init__(self, scratch: Path, ranks: int) -> None:
-        self.logs, self.processes = [], []
-        first = next(iter(NODES.values()))
-        for rank, (node, address) in list(enumerate(NODES.items()))[:ranks]:
-            flags = [*FLAGS, "--served-model-name", "tiny"]
-            if ranks > 1:
-                flags += ["--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", str(rank)]
-                flags += ["--master-addr", first, "--master-port", "29555"]
-            flags += ["--headless"] if rank else ["--host", address, "--port", str(PORT)]
-            path = scratch / f"{time.monotonic_ns()}-{node}.log"
-            with path.open("wb") as log:
-                command = on(node, [*VLLM_SERVE, str(MODEL), *flags])
-                self.processes.append(processes.start(command, log, environment(address)))
-            self.logs.append(path)
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for process in self.processes:
-            processes.stop(process)
-
-    def ask(self, seconds: float = 60) -> str | None:
-        """A greedy answer asked for from the first node; None without one."""
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
-        command = ["curl", "-sf", "-m", str(seconds), f"http://10.77.0.1:{PORT}/v1/completions"]
-        command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        done = subprocess.run(on("ossnode0", command), capture_output=True, text=True, check=False)
-        return json.loads(done.stdout)["choices"][0]["text"] if done.returncode == 0 else None
-
-    def wait(self) -> float:
-        """Seconds until the first answer."""
-        start = time.monotonic()
-        while time.monotonic() - start < STARTUP_SECONDS:
-            if self.ask() is not None:
-                return round(time.monotonic() - start, 1)
-            for process, log in zip(self.processes, self.logs):
-                if process.poll() is not None:
-                    raise SystemExit(f"ended early:\n{log.read_text()[-3000:]}")
-            time.sleep(1)
-        raise SystemExit("\n".join(log.read_text()[-3000:] for log in self.logs))
-
-    def kill_worker(self) -> dict[str, object]:
-        """SIGKILL the second node's worker; what the first node then does."""
-        family = psutil.Process(self.processes[1].pid).children(recursive=True)
-        worker = max(family, key=lambda process: process.memory_info().rss)
-        name, start = worker.name(), time.monotonic()
-        worker.send_signal(signal.SIGKILL)
-        answers = 0
-        while self.processes[0].poll() is None and time.monotonic() - start < FAILURE_SECONDS:
-            answers += self.ask(5) is not None
-            time.sleep(0.5)
-        lines = self.logs[0].read_text().splitlines()
-        causes = [line for line in lines if "RuntimeError: " in line or "EngineDeadError: " in line]
-        return {
-            "killed": name,
-            "exit_status": self.processes[0].poll(),
-            "seconds": round(time.monotonic() - start, 1),
-            "answers_after": answers,
-            "first_errors": [line[-200:] for line in causes[:3]],
+    def __init__(self, args: argparse.Namespace, both: Sequence[Node], scratch: Path) -> None:
+        """Nothing is started."""
+        self.args, self.both, self.scratch = args, both, scratch
+        self.up: dict[str, Deployment] = {}
+        self.answers: dict[str, list[Answer]] = {}
+        self.layouts: dict[str, dict[str, Any]] = {name: {} for name in args.layouts}
+        self.report: dict[str, Any] = {
+            "kind": "oss_fused.two_nodes",
+            "environment": fingerprint(),
+            "model": args.model.name,
+            "layouts": self.layouts,
         }
+        self.ends = time.monotonic() + args.seconds
+        draw = random.Random(0)
+        vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+        self.prompts = [[draw.randrange(3, vocabulary) for _ in range(PROMPT)] for _ in range(8)]
+
+    def left(self) -> float:
+        """Seconds of --seconds that are left."""
+        return self.ends - time.monotonic()
+
+    def start(self, name: str) -> None:
+        count, flags, _ = LAYOUTS[name]
+        words = f"{FLAGS} {GPU_FLAGS if has_gpu() else '--enforce-eager'} {flags}".split()
+        gpus = {"CUDA_VISIBLE_DEVICES": "0,1" if flags else "0"}
+        on = self.both if count > 1 else [Node(variables=gpus)]
+        port = 8000 + 10 * list(LAYOUTS).index(name)
+        self.up[name] = Deployment(name, self.args.model, words, on, port, self.scratch)
+
+    def stop(self, *names: str) -> None:
+        ending = [self.up.pop(name) for name in names]
+        with ThreadPoolExecutor(len(ending) or 1) as pool:
+            list(pool.map(Deployment.stop, ending))
+
+    def say(self, name: str, **found: Any) -> None:
+        """Add to a layout's part of the report, and write it."""
+        self.layouts[name] |= found
+        told = {key: value for key, value in found.items() if key != "tokens"}
+        print(f"[{self.args.seconds - self.left():.0f} s] {name}: {told}", flush=True)
+        write_json(self.args.report, self.report)
+
+    def wait(self, names: Sequence[str], keep: float) -> list[str]:
+        """Wait until one of ``names`` is healthy or has failed; those that are healthy."""
+        waiting = list(names)
+        while waiting and self.left() > keep:
+            for name in list(waiting):
+                try:
+                    if self.up[name].healthy():
+                        return [name]
+                except RuntimeError as error:
+                    self.say(name, error=str(error))
+                    waiting.remove(name)
+                    self.stop(name)
+            time.sleep(0.2)
+        for name in waiting:
+            log = self.up[name].logs[-1].read_text(errors="replace").splitlines()
+            self.say(name, error="not healthy in time: " + " | ".join(log[-2:])[-300:])
+            self.stop(name)
+        return []
+
+    def ask(self, name: str) -> list[Answer]:
+        """Greedy answers with the best log-probabilities of each token."""
+        choices = self.up[name].complete(
+            prompt=self.prompts[:3], max_tokens=16, logprobs=TOP, return_tokens_as_token_ids=True
+        )
+        found: list[Answer] = []
+        for choice in choices:
+            tokens = [int(text.removeprefix("token_id:")) for text in choice["logprobs"]["tokens"]]
+            rows = [
+                {text.removeprefix("token_id:"): value for text, value in row.items()}
+                for row in choice["logprobs"]["top_logprobs"]
+            ]
+            found.append((tokens, rows))
+        return found
+
+    def compare(self) -> None:
+        """Say of every layout how far its text is from one rank's, and from its own on one node."""
+        for name, answers in self.answers.items():
+            for other in {"tp1", LAYOUTS[name][2]} - {name, None}:
+                key = f"distance_from_{other}"
+                if other in self.answers and key not in self.layouts[name]:
+                    self.say(name, **{key: from_one_rank(answers, self.answers[other])})
+
+    def seconds_per_token(self, name: str, batch: int) -> float:
+        """Of a decode step of ``batch`` sequences: two answers' difference, by their tokens."""
+        took = []
+        for tokens in (SHORT, LONG):
+            start = time.monotonic()
+            self.up[name].complete(prompt=self.prompts[:batch], max_tokens=tokens)
+            took.append(time.monotonic() - start)
+        return (took[1] - took[0]) / (LONG - SHORT)
+
+    def times(self, names: Sequence[str], key: str, keep: float = 0) -> None:
+        """Milliseconds per token of each server, in turns; the first turn is a warm-up."""
+        for batch in BATCHES:
+            seen: dict[str, list[float]] = {name: [] for name in names}
+            for turn in range(REPEATS + 1):
+                for name in names:
+                    if self.left() > keep:
+                        value = self.seconds_per_token(name, batch)
+                        seen[name] += [round(1e3 * value, 4)] * bool(turn)
+            for name, values in seen.items():
+                if values:
+                    found = {"median": statistics.median(values), "values": values}
+                    known = self.layouts[name].get(key, {})
+                    self.say(name, **{key: known | {f"batch_{batch}": found}})
 
 
-def what_ray_says(scratch: Path) -> str:
+def fail_over(run: Run, name: str) -> bool:
+    """Kill the second node's worker of ``name`` and start both nodes again."""
+    run.say(name, worker_killed=run.up[name].kill_worker())
+    run.stop(name)
+    run.start(name)
+    return run.layouts[name]["worker_killed"]["exit_status"] is not None
+
+
+def serve(run: Run) -> bool:
+    """All layouts; whether all answered and agree."""
+    groups = [run.args.layouts] if run.args.together else [[name] for name in run.args.layouts]
+    killed = next((name for name in run.args.layouts if LAYOUTS[name][0] > 1), None)
+    good = True
+    for group in groups:
+        for name in group:
+            run.start(name)
+        waiting, ready, again = list(group), [], None
+        while waiting:
+            found = run.wait(waiting, run.args.reserve)
+            if not found:
+                good = False
+                break
+            name = found[0]
+            deployment = run.up[name]
+            seconds = round(time.monotonic() - deployment.started, 1)
+            answers = run.ask(name)
+            if name == again:
+                run.say(name, restart_seconds=seconds, same_answer=answers == run.answers[name])
+                good &= answers == run.answers[name]
+            else:
+                run.answers[name] = answers
+                run.say(name, startup_seconds=seconds, tokens=[tokens for tokens, _ in answers])
+                run.compare()
+                if name == killed and run.left() > run.args.reserve:
+                    if run.args.together:
+                        run.times([name], "ms_per_token_while_others_start", run.args.reserve)
+                    again = name
+                    good &= fail_over(run, name)
+                    continue
+            waiting.remove(name)
+            ready.append(name)
+        run.times(ready, "ms_per_token")
+        run.stop(*run.up)
+    distances = [v for entry in run.layouts.values() for k, v in entry.items() if "distance" in k]
+    return good and all(each["agrees"] for each in distances)
+
+
+def ratio(layouts: dict[str, dict[str, Any]]) -> float | None:
+    """Time per token of one request, two nodes over one, both with tensor parallel size 2."""
+    found = []
+    for name in ("two_nodes_tp2", "tp2"):
+        entry = layouts.get(name, {})
+        times = entry.get("ms_per_token") or entry.get("ms_per_token_while_others_start") or {}
+        found.append(times.get("batch_1", {}).get("median"))
+    return round(found[0] / found[1], 4) if all(found) else None
+
+
+def what_ray_says(both: Sequence[Node], scratch: Path) -> str:
     """The last error of vLLM's CPU build with --distributed-executor-backend ray."""
+    first = both[0].address
     with ExitStack() as stack:
-        for (node, address), role in zip(NODES.items(), ("--head", "--address=10.77.0.1:6379")):
-            start = [sys.executable, "-m", "ray.scripts.scripts", "start", role, "--block"]
-            start += [f"--node-ip-address={address}", "--disable-usage-stats", "--num-cpus=1"]
-            start += ["--port=6379"] if role == "--head" else []
-            log = stack.enter_context((scratch / f"ray-{node}.log").open("wb"))
-            process = processes.start(on(node, start), log, environment(address))
+        for node, role in zip(both, ("--head --port=6379", f"--address={first}:6379")):
+            start = (
+                f"-m ray.scripts.scripts start {role} --block --disable-usage-stats --num-cpus=1"
+            )
+            words = [sys.executable, *start.split(), f"--node-ip-address={node.address}"]
+            log = stack.enter_context((scratch / f"ray-{node.address}.log").open("wb"))
+            environment = os.environ | node.variables
+            process = processes.start([*node.prefix, *words], log, environment)
             stack.callback(processes.stop, process)
             time.sleep(15)
-        command = [*VLLM_SERVE, str(MODEL), *FLAGS, "--tensor-parallel-size", "2"]
-        command += ["--distributed-executor-backend", "ray", "--host", "10.77.0.1"]
-        variables = environment("10.77.0.1") | {"RAY_ADDRESS": "10.77.0.1:6379"}
+        flags = f"{FLAGS} --enforce-eager --tensor-parallel-size 2 --host {first}".split()
+        flags += ["--distributed-executor-backend", "ray"]
         done = subprocess.run(
-            on("ossnode0", command),
-            env=variables,
+            [*both[0].prefix, *VLLM_SERVE, str(TINY), *flags],
+            env=os.environ | both[0].variables | {"RAY_ADDRESS": f"{first}:6379"},
             capture_output=True,
             text=True,
-            timeout=STARTUP_SECONDS,
+            timeout=420,
             check=False,
         )
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "ray" in line.lower()]
@@ -181,31 +260,51 @@ def what_ray_says(scratch: Path) -> str:
     return errors[0][-300:] if errors else f"status {done.returncode}"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run everything; returns the exit code."""
-    report: dict[str, object] = {"kind": "oss_fused.two_nodes", "environment": fingerprint()}
-    with processes.signals_as_exceptions(), cable(), tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        with Cluster(scratch, 1) as cluster:
-            cluster.wait()
-            report["answer_one_node"] = cluster.ask()
-        with Cluster(scratch, 2) as cluster:
-            report["startup_seconds"] = cluster.wait()
-            report["answer_two_nodes"] = cluster.ask()
-            report["worker_killed"] = cluster.kill_worker()
-        with Cluster(scratch, 2) as cluster:
-            report["restart_seconds"] = cluster.wait()
-            report["answer_after_restart"] = cluster.ask()
-        if "--ray" in sys.argv:
-            report["ray"] = what_ray_says(scratch)
-    answers = {report[k] for k in report if k.startswith("answer")}
-    report["answers_identical"] = len(answers) == 1
-    write_json(Path(sys.argv[1]), report)
-    print(json.dumps({k: v for k, v in report.items() if k != "environment"}, indent=1))
-    killed = report["worker_killed"]
-    # vLLM ends with status 0 after its engine died
-    ended = killed["exit_status"] is not None and not killed["answers_after"]
-    return 0 if len(answers) == 1 and ended else 1
+    args = parse_args(argv)
+    with ExitStack() as stack:
+        stack.enter_context(processes.signals_as_exceptions())
+        both, network = stack.enter_context(nodes())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oss-fused-nodes-")))
+        run = Run(args, both, args.logs or scratch)
+        run.report["network"] = network
+        run.report["nccl"] = offer(scratch)
+        print(network, run.report["nccl"], flush=True)
+        try:
+            good = serve(run)
+            if args.ray:
+                run.report["ray"] = what_ray_says(both, scratch)
+        except (OSError, http.client.HTTPException, *STOPPED) as error:
+            run.report["failure"], good = f"{type(error).__name__}: {error}", False
+        finally:
+            found = ratio(run.layouts)
+            if found:
+                run.report["tp2_tpot_ratio"] = found
+            write_json(args.report, run.report)
+            run.stop(*run.up)
+    if found and args.summary:
+        summary.merge_summary(args.summary, {"scale.two_nodes.tp2_tpot_ratio": found}, args.report)
+    print(json.dumps({k: v for k, v in run.report.items() if k != "environment"})[:200])
+    return 0 if good else 1
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path)
+    default = list(LAYOUTS) if has_gpu() else ["tp1", "two_nodes_tp2"]
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=default)
+    parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder")
+    parser.add_argument("--together", action="store_true", help="all servers at once")
+    parser.add_argument("--seconds", type=float, default=3600, help="for all (default: 3600)")
+    parser.add_argument("--reserve", type=float, default=20, help="of them, for the times")
+    parser.add_argument("--logs", type=Path, help="folder that keeps the servers' logs")
+    parser.add_argument("--summary", type=Path, help="flat JSON to merge the ratio into")
+    parser.add_argument("--ray", action="store_true", help="what vLLM's CPU build says to Ray")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

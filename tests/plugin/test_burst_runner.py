@@ -203,13 +203,18 @@ def test_what_a_step_remembers(timed, monkeypatch):
     assert runner.timer.told == ["start"] * timed
 
 
-@pytest.mark.parametrize(("burst", "timed"), [("auto", True), (1, False), (4, False)])
-def test_only_auto_needs_times(burst, timed, monkeypatch):
+@pytest.mark.parametrize(
+    ("burst", "drafts", "timed"),
+    # with drafts there are no bursts
+    [("auto", None, True), ("auto", "eagle3", False), (1, None, False), (4, None, False)],
+)
+def test_only_auto_needs_times(burst, drafts, timed, monkeypatch):
     def init(self, config):
         self.vllm_config = config
 
     monkeypatch.setattr(GPUModelRunner, "__init__", init)
-    config = SimpleNamespace(additional_config={"oss_fused": {"burst": burst}})
+    options = {"oss_fused": {"burst": burst}}
+    config = SimpleNamespace(additional_config=options, speculative_config=drafts)
     assert BurstRunner(config).timed is timed
 
 
