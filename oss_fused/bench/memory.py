@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Memory of a function: what it keeps after many calls, and the peak within one."""
+"""Memory of a function: what it keeps after many calls, the peak within one, and too little."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Problem = TypeVar("Problem")
+Result = TypeVar("Result")
+# how often a problem without memory is made smaller
+_TRIES = 3
 
 
 def live_tensor_bytes(device: torch.device) -> int:
@@ -61,3 +66,31 @@ def peak_memory_bytes(fn: Callable[[], Any], device: torch.device) -> int | None
     peak = torch.cuda.max_memory_allocated(device) - before
     del result
     return peak
+
+
+def with_memory(
+    measure: Callable[[Problem], Result],
+    problem: Problem,
+    smaller: Callable[[Problem], Problem | None],
+) -> Result:
+    """``measure(problem)``, or that of the first smaller problem that memory suffices for.
+
+    Args:
+        measure: may run out of memory.
+        problem: tried first; up to three smaller ones follow.
+        smaller: the next problem, None where there is none.
+
+    Raises:
+        torch.OutOfMemoryError: of the last problem that was tried.
+    """
+    for _ in range(_TRIES):
+        try:
+            return measure(problem)
+        except torch.OutOfMemoryError:
+            following = smaller(problem)
+        # here, where nothing refers to the failed call's tensors any more
+        torch.cuda.empty_cache()
+        if following is None:
+            break
+        problem = following
+    return measure(problem)

@@ -6,11 +6,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from oss_fused.bench.accuracy import FP8_TOLERANCE, AccuracyResult, Tolerance, check_accuracy
+from oss_fused.bench.accuracy import (
+    FP8_TOLERANCE,
+    TOLERANCES,
+    AccuracyResult,
+    Tolerance,
+    check_accuracy,
+)
 from oss_fused.bench.problems import OperatorProblem
 from oss_fused.errors import BackendUnavailableError, OssFusedError, SchemeError, TritonKernelError
 from oss_fused.kernels.op import available_backends, get_kernel, operations
@@ -114,6 +120,10 @@ def oracle(problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
     return (y * cos + rotated * sin).reshape(x.shape)
 
 
+# the oracle runs in float64 on a CPU: the check keeps the problem's kind at this size
+_CHECK_ROWS, _CHECK_WIDTH = 5, 512
+
+
 @dataclass(frozen=True)
 class Verification:
     """Outcome over all cases: passed, or the first case that failed and why.
@@ -161,6 +171,65 @@ def verify(
         if not result.passed:
             return verdict
     return verdict
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor, problem: Problem) -> str:
+    """In what way one implementation's output differs from another's; empty where it does not.
+
+    Both carry rounding errors, so twice the tolerance against the oracle is accepted. Any size: the
+    comparison takes the outputs' memory once more, in float32.
+    """
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    rest = actual.float() - expected
+    lost = int((~rest.isfinite()).sum())
+    if lost:
+        return f"{lost} elements are NaN or Inf in one of the outputs"
+    size = float(torch.linalg.vector_norm(expected, dtype=torch.float32))
+    error = float(torch.linalg.vector_norm(rest)) / size if size else float(rest.abs().sum())
+    fp8 = isinstance(problem, FP8GEMMInput)
+    limit = 2 * (FP8_TOLERANCE if fp8 else TOLERANCES[actual.dtype]).relative_l2
+    return "" if error <= limit else f"relative_l2 {error:.3g} above {limit:.3g}"
+
+
+def shrunk(problem: Problem) -> Problem:
+    """The same kind of problem at a size whose float64 oracle takes milliseconds."""
+    if isinstance(problem, OperatorProblem):
+        return problem.small()
+    if isinstance(problem, FP8GEMMInput):
+        return replace(
+            problem,
+            m=min(problem.m, 3 * _CHECK_ROWS),
+            n=min(problem.n, _CHECK_WIDTH),
+            k=min(problem.k, _CHECK_WIDTH),
+        )
+    if isinstance(problem, GatedMLPInput):
+        return replace(
+            problem,
+            batch_size=min(problem.batch_size, 2),
+            seq_len=min(problem.seq_len, _CHECK_ROWS),
+            hidden_dim=min(problem.hidden_dim, _CHECK_WIDTH),
+            intermediate_dim=min(problem.intermediate_dim, _CHECK_WIDTH),
+        )
+    # the norm's kernel depends on the hidden size: keep it
+    return replace(
+        problem,
+        batch_size=min(problem.batch_size, 2),
+        seq_len=min(problem.seq_len, _CHECK_ROWS),
+    )
+
+
+# sizes that a problem can do with less of, the first that it has more than one of
+_HALVED = ("batch_size", "batch", "rows", "m", "seq_len", "n", "heads", "length", "size")
+
+
+def halved(problem: Problem) -> Problem | None:
+    """The problem with half of its batch, rows or length; None where there is no half."""
+    for name in _HALVED:
+        if (count := getattr(problem, name, 1)) > 1:
+            any_problem: Any = problem
+            return cast(Problem, replace(any_problem, **{name: count // 2}))
+    return None
 
 
 def _judge(actual: torch.Tensor, problem: Problem, expected: torch.Tensor) -> AccuracyResult:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """BenchmarkSuite: the library's functions against PyTorch and the vendor's libraries.
 
-Every implementation is verified before it is timed; one that is wrong, fails or is missing gets a
-row that says so, and no time. Times follow the measuring method of bench/statistics.py.
+Every implementation is verified before it is timed: by the oracle on a small problem, and at the
+measured size against the first implementation. One that is wrong, fails or is missing gets a row
+that says so, and no time. One without memory is measured on half of the problem. Times follow the
+measuring method of bench/statistics.py.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ import torch
 
 from oss_fused.bench.energy import energy_per_call_mj, gops_per_watt
 from oss_fused.bench.implementations import implementations
-from oss_fused.bench.memory import peak_memory_bytes
+from oss_fused.bench.memory import peak_memory_bytes, with_memory
 from oss_fused.bench.operators import OperatorBenchmarks
 from oss_fused.bench.problems import OperatorProblem
 from oss_fused.bench.report import Report
 from oss_fused.bench.roofline import Ceilings, RooflinePoint, analyse, measure_ceilings
-from oss_fused.bench.runner import Implementation, Problem, verify
+from oss_fused.bench.runner import Implementation, Problem, difference, halved, shrunk, verify
 from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.timing import copies_for, time_calls, time_replays, warm_up
 from oss_fused.environment import fingerprint
@@ -38,8 +40,6 @@ from oss_fused.kernels.checks import FLOAT_DTYPES, check_device
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 
 FORMAT = 1
-# the oracle runs in float64 on a CPU: the check keeps the problem's kind at this size
-_CHECK_ROWS, _CHECK_WIDTH = 5, 512
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ class BenchmarkSuite(OperatorBenchmarks):
                 raise ShapeMismatchError(f"{problem}: expected sizes of at least 1")
         added = []
         for problem in problems:
-            base: float | None = None
+            base: BenchmarkRow | None = None
+            outputs: dict[Problem, torch.Tensor] = {}
             candidates = dict(implementations)
             if self.compile_baseline:
                 first, function = next(iter(implementations.items()))
@@ -215,32 +216,40 @@ class BenchmarkSuite(OperatorBenchmarks):
                 torch.compiler.reset()
                 candidates[f"{first} compiled"] = torch.compile(function, dynamic=False)
             for name, function in candidates.items():
-                row = self._row(operation, problem, name, function)
-                if base is None:
-                    base = row.latency_ms
-                if base and row.latency_ms:
-                    row = replace(row, speedup=base / row.latency_ms)
+                row = self._row(operation, problem, name, function, outputs)
+                base = row if base is None and row.latency_ms else base
+                if base and base.latency_ms and row.latency_ms and row.problem == base.problem:
+                    row = replace(row, speedup=base.latency_ms / row.latency_ms)
                 added.append(row)
         self.rows += added
         return added
 
     def _row(
-        self, operation: str, problem: Problem, name: str, function: Implementation
+        self,
+        operation: str,
+        problem: Problem,
+        name: str,
+        function: Implementation,
+        outputs: dict[Problem, torch.Tensor],
     ) -> BenchmarkRow:
-        row = BenchmarkRow(operation, describe(problem), name, "ok")
+        asked = describe(problem)
+        row = BenchmarkRow(operation, asked, name, "ok")
         with torch.inference_mode():
-            verdict = verify(function, _small(problem), self.device)
+            verdict = verify(function, shrunk(problem), self.device)
             if not verdict.passed:
                 message = f"{verdict.case}: {verdict.result.reason}"
                 return replace(row, status="wrong", message=message)
             try:
-                samples, timing, memory = self._time(function, problem)
+                measure = functools.partial(self._measure, function, outputs)
+                problem, reason, (samples, timing, memory) = with_memory(measure, problem, halved)
                 energy, note = self._energy(function, problem)
             except Exception as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    # what the failed row cached is room for the next one
-                    torch.cuda.empty_cache()
                 return replace(row, status="failed", message=f"{type(error).__name__}: {error}")
+        row = replace(row, problem=describe(problem))
+        if reason:
+            return replace(row, status="wrong", message=f"{row.problem}: {reason}")
+        if row.problem != asked:
+            note = f"out of memory at {asked}; {note}".rstrip("; ")
         fp8 = isinstance(problem, FP8GEMMInput) and name != "pytorch"
         dtype = "float8_e4m3fn" if fp8 else str(self.dtype).removeprefix("torch.")
         point = analyse(
@@ -268,6 +277,15 @@ class BenchmarkSuite(OperatorBenchmarks):
             samples_ms=samples,
         )
 
+    def _measure(
+        self, function: Implementation, outputs: dict[Problem, torch.Tensor], problem: Problem
+    ) -> tuple[Problem, str, tuple[list[float], Any, int | None]]:
+        """The problem, what is wrong with its output, and ``_time``."""
+        output = function(**problem.make(self.device))
+        reason = difference(output, outputs.setdefault(problem, output), problem)
+        del output
+        return problem, reason, self._time(function, problem)
+
     def _time(
         self, function: Implementation, problem: Problem
     ) -> tuple[list[float], Any, int | None]:
@@ -276,7 +294,11 @@ class BenchmarkSuite(OperatorBenchmarks):
         arguments = problem.make(self.device)
         calls = [functools.partial(function, **arguments)]
         for _ in range(sets - 1):
-            calls.append(functools.partial(function, **_copied(arguments)))
+            # strides and all: the transpose of a row-major weight stays one
+            copies = {
+                n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()
+            }
+            calls.append(functools.partial(function, **copies))
         warm_up(calls[0], self.warmup_runs, self.device)
         sampler: Callable[[int], list[float]] = functools.partial(
             time_calls, calls[0], device=self.device
@@ -359,35 +381,3 @@ def describe(problem: Problem) -> str:
         return problem.label()
     sizes = "x".join(str(size) for size in problem.shape)
     return f"{sizes} {problem.activation}" if isinstance(problem, GatedMLPInput) else sizes
-
-
-def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    # strides and all: the transpose of a row-major weight stays one
-    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
-
-
-def _small(problem: Problem) -> Problem:
-    """The same kind of problem at a size whose float64 oracle takes milliseconds."""
-    if isinstance(problem, OperatorProblem):
-        return problem.small()
-    if isinstance(problem, FP8GEMMInput):
-        return replace(
-            problem,
-            m=min(problem.m, 3 * _CHECK_ROWS),
-            n=min(problem.n, _CHECK_WIDTH),
-            k=min(problem.k, _CHECK_WIDTH),
-        )
-    if isinstance(problem, GatedMLPInput):
-        return replace(
-            problem,
-            batch_size=min(problem.batch_size, 2),
-            seq_len=min(problem.seq_len, _CHECK_ROWS),
-            hidden_dim=min(problem.hidden_dim, _CHECK_WIDTH),
-            intermediate_dim=min(problem.intermediate_dim, _CHECK_WIDTH),
-        )
-    # the norm's kernel depends on the hidden size: keep it
-    return replace(
-        problem,
-        batch_size=min(problem.batch_size, 2),
-        seq_len=min(problem.seq_len, _CHECK_ROWS),
-    )
