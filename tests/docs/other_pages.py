@@ -214,6 +214,10 @@ def gemm() -> Passages:
     rows = [row for row in results if row["group"] == "gated_mlp"]
     (cublas,) = kernels("gemm_large", "baselines_us", M=8192, N=8192, K=8192)
     cublas = cublas["cublaslt"]
+    counts = (1, 2, 8, 32, 64, 128, 256, 512, 2048)
+    speedups = [kernels("w8a16", "speedup", M=m) for m in counts]
+    cells = " | ".join(["{:.2f}"] * len(counts))
+    picks = (("least", min), ("greatest", max))
     return [
         ("| CUTLASS | 1.3x | {:.3f}x |", [summary(f"{small}geomean")]),
         ("| CUTLASS | 0.97x | {:.3f}x |", [summary(f"{small}min")]),
@@ -224,6 +228,9 @@ def gemm() -> Passages:
             [summary("kernels.gemm_8192.tflops"), summary("kernels.gemm_8192.tflops") / 19.79],
         ),
         ("cuBLASLt reaches {:.0f} TFLOPS", [2 * 8192**3 / cublas / 1e6]),
+        ("| bf16 | 1.5x | {:.2f}x |", [summary("kernels.w8a16.speedup_b1")]),
+        ("| bf16 | 1.0x | {:.2f}x |", [summary("kernels.w8a16.speedup_min")]),
+        *((f"| {name} | {cells} |", [pick(each) for each in speedups]) for name, pick in picks),
         ("| 1.1x | {:.2f}x, {:.2f}x, {:.2f}x, {:.2f}x |", [row["speedup"] for row in rows]),
     ]
 

@@ -54,9 +54,8 @@ def test_values(backend, dtype, m, n, k, device):
 
 
 def tolerance(x, k):
-    """One or two aligned rows round once; other products round the weight, too."""
-    served = len(x) <= MAX_ROWS and k % 16 == 0
-    return TOLERANCE[x.dtype] * (1 if served else 2)
+    """Aligned rows round once; an unaligned product rounds the weight, too."""
+    return TOLERANCE[x.dtype] * (1 if k % 16 == 0 else 2)
 
 
 def test_float32_activations(device):
@@ -156,13 +155,38 @@ def test_no_part_of_k_is_empty():
             assert 1 <= splits <= parts and each * (splits - 1) < steps <= each * splits
 
 
-def test_only_gemv_and_dense_serve(device):
-    """The tile kernel was wrong on an H200 and has not run since: nothing may choose it."""
-    for bucket in tiles.ROW_BUCKETS:
-        for n, k in ((2880, 4096), (5120, 2880), (8, 16)):
-            name = tiles.weight_only_rule(bucket, n, k)["kernel"]
-            assert name == ("gemv" if bucket <= MAX_ROWS else "dense")
-    assert "weight_only_linear" not in tiles.load_table("NVIDIA H200")
+@pytest.mark.parametrize("bucket", tiles.ROW_BUCKETS)
+def test_the_rule(bucket, device):
+    """One or two rows: gemv; then tiles, none of whose parts of K is empty; many rows: cuBLAS."""
+    for n, k in ((2880, 4096), (5120, 2880), (28672, 4096), (8, 16)):
+        rule = tiles.weight_only_rule(bucket, n, k)
+        if bucket <= MAX_ROWS:
+            assert rule["kernel"] == "gemv"
+        elif bucket not in tiles._WEIGHT_ONLY:
+            assert rule == {"kernel": "dense"}
+        else:
+            steps = -(-k // rule["block_k"])
+            each = -(-steps // rule["splits"])
+            assert rule["kernel"] == "tile" and rule["block_m"] <= max(bucket, 16)
+            assert each * (rule["splits"] - 1) < steps
+    assert tiles.weight_only_rule(tiles.ROW_BUCKETS[-1], 2880, 4096) == {"kernel": "dense"}
+
+
+def test_few_tiles_split_a_long_k_and_never_a_short_one():
+    rules = {
+        k: [tiles.weight_only_rule(b, 128, k) for b in tiles._WEIGHT_ONLY] for k in (512, 8192)
+    }
+    assert max(rule["splits"] for rule in rules[8192]) > 1
+    assert all(rule["splits"] == 1 for rule in rules[512] if rule["block_k"] >= 128)
+
+
+@pytest.mark.parametrize("m", [3, 20, 70])
+def test_the_rules_own_tiles(m, device):
+    """What the rule names, at a shape that splits K and one that does not."""
+    for n, k in ((72, 832), (130, 160)):
+        *args, bias = operands(m, n, k, device)
+        got = op(*args, bias)
+        assert relative_error(got, exact(*args, bias)) < TOLERANCE[BF16]
 
 
 def test_a_table_may_name_the_tile_kernel(monkeypatch, device):
@@ -250,7 +274,6 @@ def test_a_graph_replays_what_runs_eagerly(m, n, k, device):
     ],
 )
 def test_the_tile_kernel_at_models_shapes(m, n, k, block_m, splits, device):
-    """Not served: docs/gemm.md says why."""
     *args, bias = operands(m, n, k, device)
     out, again = (torch.empty(m, n, dtype=BF16, device=device) for _ in range(2))
     wide = block_m == 128

@@ -23,6 +23,18 @@ GLUON_KERNELS = ("stream", "cooperative", "pingpong")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
+# tiles of weight-only products by rows, best on average over an H200's shapes: block_n, block_m,
+# block_k, stages, warps; CTAs per multiprocessor that K is split for
+_WEIGHT_ONLY = {
+    4: (64, 16, 128, 4, 4, 2),
+    16: (64, 16, 128, 4, 4, 2),
+    32: (64, 32, 256, 3, 4, 2),
+    64: (64, 64, 128, 4, 4, 2),
+    128: (64, 128, 128, 3, 4, 2),
+    256: (64, 128, 64, 4, 4, 2),
+}
+# steps of K that a part has at least, and how many parts there are at most
+_PART_STEPS, _PARTS = 3, 8
 # cycles of a tile beside its product, where its result leaves before the next product begins and
 # where it leaves under it; fitted to an H200's times
 _STORE_CYCLES = 5400
@@ -137,12 +149,20 @@ def choose_weight_only(device: torch.device, m: int, n: int, k: int) -> dict[str
 
 @functools.cache
 def weight_only_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
-    """The kernel of a shape that no table has; ``tile`` runs where a table names it alone."""
+    """The kernel of a shape that no table has."""
     if bucket <= 2:
         # two rows double the registers
         block_k = 2048 if k % 2048 == 0 else 1024
         return {"kernel": "gemv", "rows_n": 4, "block_k": block_k, "num_warps": block_k // 512}
-    return {"kernel": "dense"}
+    if bucket not in _WEIGHT_ONLY:
+        return {"kernel": "dense"}
+    block_n, block_m, block_k, stages, warps, fill = _WEIGHT_ONLY[bucket]
+    tiles, steps = -(-n // block_n) * -(-bucket // block_m), -(-k // block_k)
+    parts = max(min(fill * _WAVE // tiles, steps // _PART_STEPS, _PARTS), 1)
+    return {
+        **{"kernel": "tile", "block_m": block_m, "block_n": block_n, "block_k": block_k},
+        **{"num_stages": stages, "num_warps": warps, "splits": splits_of(steps, parts)},
+    }
 
 
 def splits_of(steps: int, parts: int) -> int:

@@ -8,9 +8,6 @@ float32, then x's dtype; each step is exact. The direct conversion to bfloat16 r
 
 Where a result has fewer tiles than the GPU has multiprocessors, K is split over CTAs. They leave
 float32 sums, and a second kernel adds these in order.
-
-No rule chooses this kernel: it gave wrong results on an H200, and has not run there since it was
-corrected (docs/gemm.md). A tile table may name it.
 """
 
 from __future__ import annotations
