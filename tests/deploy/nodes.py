@@ -30,16 +30,20 @@ from harness.server import VLLM_SERVE
 from oss_fused.environment import has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
+# seconds that a node waits for another one's part of a step
+PATIENCE = 5
 _CLONE_NEWNET = 0x40000000
 _OWN = 'mount -t tmpfs shm /dev/shm && hostname "$0" && exec "$@"'
 # what two nodes do not share; NVLink multicast stays off in any case: a program that fails with it
 # can take the host's GPUs down
-_NCCL = {
+_APART = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    # after 300 s otherwise: until then a node may wait for one that is gone
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(PATIENCE),
 }
 
 
@@ -100,12 +104,8 @@ def nodes() -> Iterator[tuple[list[Node], str]]:
     except (OSError, subprocess.CalledProcessError) as error:
         refused = f"namespaces refused ({str(error)[-120:]})"
     alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    found = [
-        Node(
-            variables=_NCCL | alone | {"NCCL_HOSTID": f"ossnode{i}", "CUDA_VISIBLE_DEVICES": f"{i}"}
-        )
-        for i in range(2)
-    ]
+    own = [{"NCCL_HOSTID": f"ossnode{i}", "CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]
+    found = [Node(variables=_APART | alone | variables) for variables in own]
     yield found, f"one host, NCCL over sockets of the loopback interface: {refused}"
 
 
@@ -130,7 +130,7 @@ def _cable() -> Iterator[list[Node]]:
             Node(
                 address,
                 ("ip", "netns", "exec", name, *own, name),
-                _NCCL
+                _APART
                 | {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_HOSTID": name}
                 | {"VLLM_HOST_IP": address, "CUDA_VISIBLE_DEVICES": str(rank)},
                 f"/run/netns/{name}",
@@ -205,7 +205,7 @@ class Deployment:
         answer = self.first.post(self.port, "/v1/completions", fixed | body, seconds)
         return sorted(answer["choices"], key=lambda choice: choice["index"])
 
-    def kill_worker(self, seconds: float = 60) -> dict[str, Any]:
+    def kill_worker(self, seconds: float = 3 * PATIENCE) -> dict[str, Any]:
         """SIGKILL the second node's worker under a request; what the first node then does."""
         told: list[str] = []
 

@@ -19,11 +19,10 @@ def offer(folder: Path) -> str:
 
     try:
         return f"NCCL {NCCLLibrary().ncclGetVersion()}"
-    except (OSError, ValueError):
-        return "no NCCL"
+    except OSError as error:
+        return f"no NCCL: {error}"
     except AttributeError:
-        pass
-    install()
+        install()
     info = folder / "old_nccl-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: old-nccl\nVersion: 0\n")

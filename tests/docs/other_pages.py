@@ -61,6 +61,10 @@ def scaling() -> Passages:
         rates = [1e3 * batch / time(model, batch) for batch in batches]
         rounded = [round(rate, -1 if rate < 1000 else -2) for rate in rates]
         found.append((f"| {label} | {' | '.join(['{:.0f}'] * len(rates))} |", rounded))
+    for pairs in (4, 8, 16, 32):
+        steps = [oss("gpt_oss_120b", batch, 128, "h200x2") for batch in (1, 32, 128)]
+        rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
+        found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
     runs = ("cpu/soak", "h200/soak", "h200/soak_vllm_scheduler", "h200x2/soak_dp2")
     found += [soak(f"{run}.json") for run in runs]
     one, two = best("gpt_oss_20b", 1), best("gpt_oss_20b", 1, 128, "h200x2")
