@@ -7,11 +7,11 @@
 Serves oss_fp8 on one node, then over two (nodes.py) through vLLM's ``--nnodes 2``, with tensor and
 with pipeline parallel size 2; on GPUs also data parallel size 2 with expert parallelism on one
 node. All must agree with one rank within the tolerance of parallel.py, and two nodes with one of
-the same layout. Over two nodes (with --together in the first such layout) it kills the second node's worker,
-expects the server to end, starts both again and expects the answer of before. Last it takes the
-time per token of each. With --ray (and Ray on the path) it records what vLLM's CPU build says to a
-Ray cluster over both nodes. REPORT is written after every step. Run it as root. Exit codes: 0 all
-agree, 1 otherwise.
+the same layout. Over two nodes (with --together in the first such layout) it kills the second
+node's worker, expects the server to end, starts both again and expects the answer of before. Last
+it takes the time per token of each. With --ray (and Ray on the path) it records what vLLM's CPU
+build says to a Ray cluster over both nodes. REPORT is written after every step. Run it as root.
+Exit codes: 0 all agree, 1 otherwise.
 """
 
 from __future__ import annotations
