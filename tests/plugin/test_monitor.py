@@ -45,6 +45,9 @@ def policy(folder) -> str:
     return str(folder / "policy.json")
 
 
+TOTALS = {"bits16": 0, "switched": 0, "scale_updates": 0}
+
+
 def metrics() -> dict[tuple[str, str], float]:
     """(metric, layer) -> value of what the collector gives."""
     return {
@@ -55,7 +58,7 @@ def metrics() -> dict[tuple[str, str], float]:
 
 
 def test_statistics(policy, caplog, monkeypatch):
-    from oss_fused.plugin.monitor import watch as monitor
+    from oss_fused.plugin.monitor import statistics as monitor
 
     monkeypatch.setattr(monitor.logger, "propagate", True, raising=False)
     caplog.set_level(logging.WARNING)
@@ -77,11 +80,64 @@ def test_statistics(policy, caplog, monkeypatch):
     assert seen["oss_fused:nonfinite_tokens_total", "a"] == 2
     assert seen["oss_fused:nonfinite_tokens_total", "b"] == 2
     assert seen["oss_fused:saturated_tokens_total", "b"] == 2
+    drops = [seen["oss_fused:accuracy_drops_total", name] for name in "ab"]
+    assert drops == [2, 2], "the calm sample has none"
     assert seen["oss_fused:amax_outliers_total", "a"] == 1  # then it is the usual
     assert seen["oss_fused:activation_amax", "a"] == 20
     assert set(bits16_layers(policy)) == {"a", "b"}
     kinds = [record.getMessage().split(" at ")[0] for record in caplog.records]
     assert kinds == [f"oss_fused monitor: {k}" for k in ("NaN or Inf", "saturation", "outliers")]
+
+
+def test_tokens_far_below_a_static_scale_are_a_fault_of_their_own(policy):
+    """Zeros are exact; a scale per token fits every token."""
+    from oss_fused.plugin.monitor.statistics import UNDERFLOW, Statistics
+
+    low = 0.9 * UNDERFLOW
+    statistics = Statistics(["static", "dynamic"], [1.0, float("inf")], 0, policy=policy)
+    statistics.add(np.array([[1.1 * UNDERFLOW, 0.0], [low, 0.0]], np.float32), [2, 2])
+    assert not bits16_layers(policy) and not statistics.saturating
+    statistics.add(np.array([[0.5, low], [low, low]], np.float32), [2, 2])
+    assert "1 of 2 tokens lie below 0.0001221 of the limit 1" in bits16_layers(policy)["static"]
+    assert statistics.saturating.keys() == {"static"}, "16-bit activations cure it"
+    seen = metrics()
+    assert seen["oss_fused:underflowing_tokens_total", "static"] == 1
+    assert seen["oss_fused:accuracy_drops_total", "static"] == 1
+    assert seen["oss_fused:accuracy_drops_total", "dynamic"] == 0
+
+
+def test_what_the_limit_of_underflow_costs():
+    from oss_fused.plugin.monitor.statistics import UNDERFLOW
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 4096)
+    x /= x.abs().amax(-1, keepdim=True)
+
+    def error(amax):
+        scale = torch.tensor([1 / 448])
+        q, _ = torch.ops.oss_fused.quantize_fp8(x * amax, scale, "tensor")
+        return float((q.float() * scale - x * amax).norm() / (x * amax).norm())
+
+    assert 0.04 < error(UNDERFLOW) < 0.07
+    assert error(UNDERFLOW / 4) > 0.12 and error(1.0) < 0.03
+
+
+def test_scales_that_a_reload_changes_are_counted(folder):
+    from oss_fused.plugin.monitor.watch import Monitor
+
+    model = torch.nn.ModuleList([linear_layer("a"), linear_layer("b"), linear_layer("c")])
+    for layer, scale in zip(model, (0.01, 0.02, None)):
+        layer.input_scale = scale
+    watcher = Monitor(1000, rank=0)
+    watcher.watch(model)
+    watcher.watch(model)
+    assert watcher.statistics.scale_updates == 0
+    model[1].input_scale = 0.03
+    watcher.watch(model)
+    model[0].input_scale = 0.5
+    watcher.watch(model)
+    watcher.statistics.add(np.ones((3, 1), np.float32), [1, 1, 1])
+    assert metrics()["oss_fused:scale_updates_total", ""] == 2
 
 
 def test_policy_file(folder, policy):
@@ -107,10 +163,10 @@ def test_policy_changes_the_compile_key(policy):
 def test_figures_need_a_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("OSS_FUSED_MONITOR_DIR", raising=False)
     with pytest.raises(SchemeError, match="OSS_FUSED_MONITOR_DIR is not set"):
-        write_figures(0, 1, 0, {})
+        write_figures(0, 1, {}, TOTALS)
     assert list(Collector().collect()) == [], "other collectors of the process answer on"
     monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", str(tmp_path))
-    write_figures(0, 1, 0, {})
+    write_figures(0, 1, {}, TOTALS)
     share_folder()
     assert list(Collector().collect()) == [], "figures of a server that has ended"
 
@@ -146,7 +202,7 @@ def test_monitor_starts_where_the_options_ask_for_it(server):
     assert not os.environ["OSS_FUSED_MONITOR_DIR"]
     assert server({"monitor_every": 5}) == [Collector]
     made = os.environ["OSS_FUSED_MONITOR_DIR"]
-    write_figures(0, 1, 0, {})
+    write_figures(0, 1, {}, TOTALS)
     assert server({"monitor_every": 5}) == [Collector], "once a process"
     assert os.environ["OSS_FUSED_MONITOR_DIR"] == made
     assert [path.name for path in Path(made).iterdir()] == ["rank0.json"]
@@ -176,7 +232,7 @@ def test_several_api_servers_get_shared_values(folder, monkeypatch):
     assert registered == list(ours), "with one API server"
     shared = CollectorRegistry()
     MultiProcessCollector(shared, str(folder))
-    write_figures(3, 7, 0, {"a": LayerFigures(tokens=5, amax=2.0)})
+    write_figures(3, 7, {"a": LayerFigures(tokens=5, amax=2.0)}, TOTALS)
     value = shared.get_sample_value
     assert value("oss_fused:monitor_samples_total", {"rank": "3"}) == 7
     assert value("oss_fused:monitored_tokens_total", {"layer": "a", "rank": "3"}) == 5
@@ -216,6 +272,8 @@ def test_what_nothing_feeds_is_absent(folder):
     seen = metrics()
     assert {layer for _, layer in seen} == {"dynamic", "static", ""}
     assert seen["oss_fused:saturated_tokens_total", "static"] == 0
+    assert seen["oss_fused:underflowing_tokens_total", "static"] == 0
+    assert ("oss_fused:underflowing_tokens_total", "dynamic") not in seen
     assert ("oss_fused:saturated_tokens_total", "dynamic") not in seen
     assert ("oss_fused:activation_amax", "dynamic") not in seen
     assert seen["oss_fused:activation_amax", "static"] == 1
@@ -223,7 +281,7 @@ def test_what_nothing_feeds_is_absent(folder):
 
 def test_figures_of_an_ended_server_are_absent(folder):
     """Of a folder that the user named, with more ranks than the server has now."""
-    write_figures(7, 1, 0, {"a": LayerFigures(tokens=5)})
+    write_figures(7, 1, {"a": LayerFigures(tokens=5)}, TOTALS)
     (folder / "figures/rank8.json").symlink_to(folder / "gone")
     assert metrics()["oss_fused:monitored_tokens_total", "a"] == 5
     share_folder()

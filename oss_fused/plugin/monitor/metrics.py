@@ -29,11 +29,20 @@ _COUNTERS = {
     "tokens": ("oss_fused:monitored_tokens", "Tokens whose activations were looked at"),
     "nonfinite": ("oss_fused:nonfinite_tokens", "Tokens with NaN or Inf in a layer's input"),
     "saturated": ("oss_fused:saturated_tokens", "Tokens that reach the limit of a static scale"),
+    "underflowed": (
+        "oss_fused:underflowing_tokens",
+        "Tokens so far below the limit of a static scale that rounding costs twice the usual",
+    ),
+    "accuracy_drops": (
+        "oss_fused:accuracy_drops",
+        "Samples with NaN or Inf, saturation or underflow in over 1 % of the tokens",
+    ),
     "outliers": ("oss_fused:amax_outliers", "Samples whose amax was far above the usual"),
 }
 _AMAX = ("oss_fused:activation_amax", "Largest input magnitude in the last sample")
 _SAMPLES = ("oss_fused:monitor_samples", "Steps that the monitor looked at")
 _BITS16 = ("oss_fused:exact_input_layers", "Layers that run with 16-bit activations")
+_SCALES = ("oss_fused:scale_updates", "Static scales of inputs that a reload changed")
 _SWITCHED = ("oss_fused:switched_layers", "Of them switched since the start, uncompiled since")
 
 
@@ -45,6 +54,8 @@ class LayerFigures:
         tokens: looked at.
         nonfinite: of them with NaN or Inf.
         saturated: of them that reach the limit of a static scale; None without such a scale.
+        underflowed: of them far below that limit (statistics.UNDERFLOW); None in the same way.
+        accuracy_drops: samples in which over 1 % of the tokens are any of these.
         outliers: samples with an amax far above the usual.
         amax: largest finite magnitude in the last sample that had one.
         usual: moving average of amax.
@@ -53,6 +64,8 @@ class LayerFigures:
     tokens: int = 0
     nonfinite: int = 0
     saturated: int | None = None
+    underflowed: int | None = None
+    accuracy_drops: int = 0
     outliers: int = 0
     amax: float | None = None
     usual: float = 0.0
@@ -89,9 +102,11 @@ def _folder() -> Path:
 
 
 def write_figures(
-    rank: int, samples: int, bits16: int, layers: dict[str, LayerFigures], switched: int = 0
+    rank: int, samples: int, layers: dict[str, LayerFigures], totals: dict[str, int]
 ) -> None:
     """Replace this rank's file; a reader never sees half of one.
+
+    ``totals`` has the numbers of layers "bits16" and "switched", and of "scale_updates".
 
     Raises:
         OSError: it cannot be written.
@@ -100,8 +115,7 @@ def write_figures(
     content = {
         "rank": rank,
         "samples": samples,
-        "bits16": bits16,
-        "switched": switched,
+        **totals,
         "layers": {name: asdict(figures) for name, figures in layers.items() if figures.tokens},
     }
     write_json(_folder() / f"rank{rank}.json", content)
@@ -147,6 +161,7 @@ def _samples(content: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
     yield _SAMPLES, rank, content["samples"]
     yield _BITS16, rank, content["bits16"]
     yield _SWITCHED, rank, content["switched"]
+    yield _SCALES, rank, content["scale_updates"]
     for layer, figures in content["layers"].items():
         labels = {"layer": layer, **rank}
         for field, metric in {"amax": _AMAX, **_COUNTERS}.items():

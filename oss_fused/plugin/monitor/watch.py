@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -28,134 +27,18 @@ from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.plugin.monitor.fallback import Fallback, check_fallback
-from oss_fused.plugin.monitor.metrics import LayerFigures, write_figures
-from oss_fused.plugin.monitor.policy import add_layers, bits16_layers
+from oss_fused.plugin.monitor.policy import bits16_layers
 from oss_fused.plugin.monitor.recapture import remember_capture
+from oss_fused.plugin.monitor.statistics import Statistics
 from oss_fused.quant.formats import E4M3
 from oss_fused.quant.settings import ServingOptions
 
 # tokens of a step that are sampled: all of a decode step, some of a prefill step
 _ROWS = 256
-# an amax that exceeds the usual one by this factor is an outlier
-_OUTLIER = 8.0
-_MOMENTUM = 0.9
-# share of a sample's tokens at the limit of a static scale that counts as misbehaviour
-_SATURATED = 0.01
 # operator -> position of the weight among its arguments
 _WEIGHT_AT = {"fp8_linear": 1, "fp8_gemm": 1, "qkv_rope_kv": 1, "moe_mxfp4": 2}
 
 logger = init_logger(__name__)
-
-
-class Statistics:
-    """Figures of all layers, sample by sample; knows nothing of devices."""
-
-    def __init__(
-        self,
-        names: list[str],
-        limits: list[float],
-        rank: int,
-        bits16: int = 0,
-        policy: str | None = None,
-    ) -> None:
-        """Start empty.
-
-        Args:
-            names: of the layers, in model order.
-            limits: the magnitude at which each saturates; inf for scales taken while serving.
-            rank: tensor-parallel.
-            bits16: number of layers that run with 16-bit activations by policy.
-            policy: file that gets the layers that misbehave.
-        """
-        self.layers = {
-            name: LayerFigures(saturated=None if limit == float("inf") else 0)
-            for name, limit in zip(names, limits)
-        }
-        self.bits16, self.policy = bits16, policy
-        # layers that a static scale does not fit: 16-bit activations cure this at once
-        self.saturating: dict[str, str] = {}
-        self.switched = 0
-        # layers that have no form with 16-bit activations
-        self.fp8_only: set[str] = set()
-        self.limits, self.rank = limits, rank
-        self.samples = 0
-        self._warned: set[str] = set()
-
-    def add(self, rows: np.ndarray, counts: list[int]) -> None:
-        """Take a sample in, publish the figures, warn and write the policy where there is cause.
-
-        Args:
-            rows: [layers, rows] largest magnitude of each token, NaN or Inf as they came.
-            counts: tokens seen at each layer.
-        """
-        self.samples += 1
-        faults: dict[str, dict[str, str]] = {"NaN or Inf": {}, "saturation": {}, "outliers": {}}
-        for (name, figures), limit, row, count in zip(
-            self.layers.items(), self.limits, rows, counts
-        ):
-            if count:
-                self._add_layer(name, figures, limit, row[:count], faults)
-        # what follows a NaN is full of it: the first layer is where to look
-        first = dict(list(faults["NaN or Inf"].items())[:1])
-        self._warn(faults)
-        # a new dict: the thread that runs the model reads the old one meanwhile
-        self.saturating = self.saturating | faults["saturation"]
-        write_figures(self.rank, self.samples, self.bits16, self.layers, self.switched)
-        bad = first | faults["saturation"] | faults["outliers"]
-        bad = {name: reason for name, reason in bad.items() if name not in self.fp8_only}
-        if bad and self.policy:
-            add_layers(self.policy, bad)
-
-    def _add_layer(
-        self,
-        name: str,
-        figures: LayerFigures,
-        limit: float,
-        row: np.ndarray,
-        faults: dict[str, dict[str, str]],
-    ) -> None:
-        finite = row[np.isfinite(row)]
-        lost, full = len(row) - len(finite), int((finite >= limit).sum())
-        figures.tokens += len(row)
-        figures.nonfinite += lost
-        if figures.saturated is not None:
-            figures.saturated += full
-        if lost:
-            faults["NaN or Inf"][name] = f"NaN or Inf in {lost} of {len(row)} tokens"
-        if full > _SATURATED * len(row):
-            faults["saturation"][name] = f"{full} of {len(row)} tokens reach the limit {limit:.4g}"
-        if not len(finite):
-            return
-        figures.amax = float(finite.max())
-        if figures.usual and figures.amax > _OUTLIER * figures.usual:
-            figures.outliers += 1
-            faults["outliers"][name] = f"amax {figures.amax:.4g}, usually {figures.usual:.4g}"
-        weight = _MOMENTUM if figures.usual else 0.0
-        figures.usual = weight * figures.usual + (1 - weight) * figures.amax
-
-    def _warn(self, faults: dict[str, dict[str, str]]) -> None:
-        """One warning a kind of fault, at its first sight."""
-        for kind, layers in faults.items():
-            if not layers or kind in self._warned:
-                continue
-            self._warned.add(kind)
-            name, reason = next(iter(layers.items()))
-            more = f", and {len(layers) - 1} other layers" if len(layers) > 1 else ""
-            remedy = (
-                f"layers listed in {self.policy} run with 16-bit activations from the next start"
-                if self.policy
-                else "the option monitor_policy names a file that would list such layers, and "
-                "serve them with 16-bit activations from the next start"
-            )
-            logger.warning(
-                "oss_fused monitor: %s at the input of %s: %s%s. Counted from here on in "
-                "/metrics (oss_fused:*); %s.",
-                kind,
-                name,
-                reason,
-                more,
-                remedy,
-            )
 
 
 class Monitor:
@@ -211,10 +94,11 @@ class Monitor:
         # vLLM loads with another default dtype
         self._rows = torch.zeros(len(names), _ROWS, dtype=torch.float32, device=device)
         self._counts = [0] * len(names)
-        switched = self.statistics.switched  # of before a reload
-        bits16 = len(self._bits16 & set(names)) + switched
+        before = self.statistics  # of before a reload
+        bits16 = len(self._bits16 & set(names)) + before.switched
         self.statistics = Statistics(names, limits, self.rank, bits16, self.policy)
-        self.statistics.fp8_only, self.statistics.switched = fp8_only, switched
+        self.statistics.fp8_only, self.statistics.switched = fp8_only, before.switched
+        self.statistics.count_scale_updates(before)
         self._fallback = Fallback(model) if self.fallback == "now" else None
 
     def may_replay(self, manager: Any, step: Any) -> bool:
