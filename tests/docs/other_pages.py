@@ -24,10 +24,9 @@ def scaling() -> Passages:
     found: Passages = [
         ("**{:.2f}** | 6.4", [memory("gpt_oss_20b", "triton")]),
         ("**{:.2f}** | 5.8", [memory("gpt_oss_20b", "oss_fp8")]),
-        ("**{:.2f}** | 7.5", [memory("llama_8b", "baseline")]),
         ("**{:.2f}** | 4.3", [memory("llama_8b", "oss_fp8")]),
         (
-            "12 GiB hold {:.0f} tokens of gpt-oss-20b, and 8 GiB {:.0f} of Llama",
+            "12 GiB hold {:.0f} tokens of gpt-oss-20b, and 10 GiB {:.0f} of Llama",
             [
                 load(f"h200/{m}/results.json")["arms"]["oss_fp8"]["memory"]["kv_cache_tokens"]
                 for m in ("gpt_oss_20b", "llama_8b")
@@ -65,7 +64,13 @@ def scaling() -> Passages:
         steps = [oss("gpt_oss_120b", batch, 128, "h200x2") for batch in (1, 32, 128)]
         rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
         found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
-    runs = ("cpu/soak", "h200/soak", "h200/soak_vllm_scheduler", "h200x2/soak_dp2")
+    runs = (
+        "cpu/soak",
+        "h200/soak",
+        "h200/soak_bursts",
+        "h200/soak_vllm_scheduler",
+        "h200x2/soak_dp2",
+    )
     found += [soak(f"{run}.json") for run in runs]
     one, two = best("gpt_oss_20b", 1), best("gpt_oss_20b", 1, 128, "h200x2")
     found.append(("and {:.0f} % for the baseline", [100 * (1 - two / one)]))

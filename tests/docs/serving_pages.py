@@ -16,6 +16,7 @@ from tests.docs.readers import (
     left_of_nearest,
     load,
     logits,
+    long_loads,
     memory,
     oss,
     profile,
@@ -30,12 +31,10 @@ from tests.docs.readers import (
 def _served_rows(bare: bool) -> Passages:
     """The served times: as rows per arm in the README, as pairs in decode.md."""
     found: Passages = []
-    for model, base, arm in (
-        ("gpt_oss_20b", None, "oss_fp8"),
-        ("llama_8b", "vllm_fp8", "oss_fp8_1024"),
-    ):
+    arm = "oss_fp8"
+    for model in ("gpt_oss_20b", "llama_8b"):
         for figure, digits in (("tpot", 2), ("ttft", 1)):
-            theirs, own = served(model, base, figure), served(model, arm, figure)
+            theirs, own = served(model, None, figure), served(model, arm, figure)
             cells = [f"{{:.{digits}f}}"] * len(theirs)
             if bare:
                 found.append((f"ms | {' | '.join(cells)} |", theirs))
@@ -77,8 +76,8 @@ def readme() -> Passages:
             [memory("gpt_oss_20b", arm) for arm in ("oss_fp8", "triton")],
         ),
         (
-            "Llama {:.2f} GiB (vLLM's FP8 {:.2f}, bf16 {:.2f})",
-            [memory("llama_8b", arm) for arm in ("oss_fp8_1024", "vllm_fp8", "baseline")],
+            "Llama {:.2f} GiB (vLLM's FP8 {:.2f} and {:.2f})",
+            [memory("llama_8b", arm) for arm in ("oss_fp8", "fp8_per_tensor", "fp8_per_channel")],
         ),
         (
             "gpt-oss-20b {:.0f} s (baseline {:.0f})",
@@ -86,7 +85,7 @@ def readme() -> Passages:
         ),
         (
             "Llama {:.0f} s (vLLM's FP8 {:.0f})",
-            [startup("llama_8b", arm) for arm in ("oss_fp8_1024", "vllm_fp8")],
+            [startup("llama_8b", arm) for arm in ("oss_fp8", "fp8_per_tensor")],
         ),
         (
             "takes {:.1f} ms, with bf16 precision {:.1f} ms, and {:.1f} ms in the baseline",
@@ -108,8 +107,18 @@ def readme() -> Passages:
     ]
 
 
+def _long_prompts() -> Passages:
+    name, cells = "p50_ttft_ms", long_loads("llama_8b")
+    theirs = [c["arms"][c["baselines"][name]]["figures"][name] for c in cells]
+    own = [c["arms"]["oss_fp8"]["figures"][name] for c in cells]
+    pairs = [x for pair in zip(own, theirs) for x in pair]
+    return [
+        ("after {:.1f} ms at one request (vLLM's FP8 {:.1f}) and {:.1f} ms at four ({:.1f})", pairs)
+    ]
+
+
 def decode() -> Passages:
-    found = _served_rows(bare=False)
+    found = _served_rows(bare=False) + _long_prompts()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
