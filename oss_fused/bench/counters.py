@@ -21,7 +21,8 @@ METRICS = {
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "occupancy_by_registers": "launch__occupancy_limit_registers",
     "occupancy_by_blocks": "launch__occupancy_limit_blocks",
-    "spill_instructions": "smsp__inst_executed_op_local.sum",
+    "local_loads": "smsp__inst_executed_op_local_ld.sum",
+    "local_stores": "smsp__inst_executed_op_local_st.sum",
     "bytes_used_per_sector": "smsp__sass_average_data_bytes_per_sector_mem_global.pct",
     "l2_hit_rate": "lts__t_sector_hit_rate.pct",
     "l2_throughput": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
@@ -30,11 +31,12 @@ METRICS = {
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "shared_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "tensor_active": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "issue_active": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "math_throttle": "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio",
 }
 _NAMES = {full: name for name, full in METRICS.items()}
 # percent, unless said otherwise
-_POOR_SECTORS, _POOR_OCCUPANCY, _BUSY, _POOR_HITS = 50.0, 25.0, 80.0, 30.0
+_POOR_SECTORS, _POOR_OCCUPANCY, _BUSY, _POOR_HITS, _ISSUES = 50.0, 25.0, 80.0, 30.0, 50.0
 _CONFLICT_SHARE = 0.25
 # stalled warps per issued instruction
 _THROTTLED = 1.0
@@ -74,7 +76,11 @@ class KernelCounters:
             found.append(CounterBottleneck.UNCOALESCED)
         limited = v.get("occupancy_by_registers", 1.0) < v.get("occupancy_by_blocks", 0.0)
         low = v.get("occupancy", 100.0) < _POOR_OCCUPANCY
-        if v.get("spill_instructions", 0.0) > 0 or (limited and low):
+        # few warps that keep a unit busy are enough: large tiles are meant to take registers
+        units = ("tensor_active", "dram_throughput", "l2_throughput")
+        idle = all(v.get(unit, 0.0) <= _BUSY for unit in units)
+        spills = v.get("local_loads", 0.0) + v.get("local_stores", 0.0) > 0
+        if spills or (limited and low and idle):
             found.append(CounterBottleneck.REGISTERS)
         missed = v.get("l2_hit_rate", 100.0) < _POOR_HITS and v.get("dram_throughput", 0.0) > _BUSY
         if v.get("l2_throughput", 0.0) > _BUSY or missed:
@@ -82,7 +88,9 @@ class KernelCounters:
         wavefronts = v.get("shared_wavefronts", 0.0)
         if wavefronts and v.get("bank_conflicts", 0.0) / wavefronts > _CONFLICT_SHARE:
             found.append(CounterBottleneck.BANK_CONFLICT)
-        if v.get("tensor_active", 0.0) > _BUSY or v.get("math_throttle", 0.0) > _THROTTLED:
+        # where little is issued, a throttled warp is a short burst between waits
+        throttled = v.get("math_throttle", 0.0) > _THROTTLED and v.get("issue_active", 0) > _ISSUES
+        if v.get("tensor_active", 0.0) > _BUSY or throttled:
             found.append(CounterBottleneck.PIPELINE)
         return found
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -23,11 +24,13 @@ def test_launches_and_units_of_the_sample():
     assert "l2_throughput" not in gemm.values, "n/a is no number"
     assert copy.bottlenecks() == [CounterBottleneck.UNCOALESCED]
     assert gemm.bottlenecks() == [
-        CounterBottleneck.REGISTERS,
         CounterBottleneck.BANK_CONFLICT,
         CounterBottleneck.PIPELINE,
     ]
     assert counters.REMEDIES.keys() == set(CounterBottleneck)
+
+
+REGISTERS = {"occupancy": 10.0, "occupancy_by_registers": 1, "occupancy_by_blocks": 32}
 
 
 @pytest.mark.parametrize(
@@ -36,18 +39,39 @@ def test_launches_and_units_of_the_sample():
         ({}, []),
         ({"bytes_used_per_sector": 49.0}, ["UNCOALESCED"]),
         ({"bytes_used_per_sector": 51.0}, []),
-        ({"spill_instructions": 1.0}, ["REGISTERS"]),
+        ({"local_loads": 0.0, "local_stores": 1.0}, ["REGISTERS"]),
+        ({**REGISTERS, "tensor_active": 30.0}, ["REGISTERS"]),
+        ({**REGISTERS, "tensor_active": 93.0}, ["PIPELINE"]),
+        ({**REGISTERS, "dram_throughput": 90.0}, []),
         ({"occupancy": 10.0}, []),
         ({"occupancy": 90.0, "occupancy_by_registers": 1, "occupancy_by_blocks": 32}, []),
         ({"l2_throughput": 85.0}, ["L2"]),
         ({"l2_hit_rate": 10.0, "dram_throughput": 90.0}, ["L2"]),
         ({"l2_hit_rate": 10.0, "dram_throughput": 20.0}, []),
         ({"bank_conflicts": 1.0, "shared_wavefronts": 10.0}, []),
-        ({"math_throttle": 1.5}, ["PIPELINE"]),
+        ({"math_throttle": 1.5, "issue_active": 60.0}, ["PIPELINE"]),
+        ({"math_throttle": 2.25, "issue_active": 30.0}, []),
+        ({"math_throttle": 2.25}, []),
     ],
 )
 def test_classes(values, found):
     assert [one.name for one in KernelCounters("k", values).bottlenecks()] == found
+
+
+def test_kernels_of_known_kind_that_an_h200_counted():
+    """A read with a stride, a norm, products of one row and of 4096."""
+    path = Path(__file__).parents[2] / "docs/results/h200/counters.json"
+    launches = json.loads(path.read_text())["launches"]
+    found = {
+        one["kernel"]: KernelCounters(one["kernel"], one["counters"]).bottlenecks()
+        for one in launches
+    }
+    assert [[kind.value for kind in kinds] for kinds in found.values()] == [
+        one["bottlenecks"] for one in launches
+    ]
+    assert found["_strided_read_kernel"] == [CounterBottleneck.UNCOALESCED]
+    assert found["_gemm_persistent_kernel"] == [CounterBottleneck.PIPELINE]
+    assert CounterBottleneck.UNCOALESCED not in found["_rmsnorm_rope_kernel"]
 
 
 def test_what_is_no_table_is_refused():
