@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: MIT
+"""The Gluon kernel of attention: when it is chosen, and on a Hopper GPU what it returns."""
+
+import pytest
+import torch
+
+from oss_fused.kernels.flash_attention import forward as forward_kernel
+from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.op import get_kernel
+
+CUDA = torch.device("cuda")
+BF16, HALF = torch.bfloat16, torch.float16
+# no mask, sinks, slopes nor scales
+NOTHING = (None,) * 7
+
+
+def operands(heads=2, kv=2, n=64, m=64, d=64, dv=64, dtype=BF16, device="cpu", batch=1):
+    g = torch.Generator().manual_seed(n + m)
+    shapes = ((batch, heads, n, d), (batch, kv, m, d), (batch, kv, m, dv))
+    return tuple(torch.randn(s, generator=g).to(dtype).to(device) for s in shapes)
+
+
+def run(backend, tensors, causal=False, scale=None, dropout_p=0.0):
+    scale = scale or tensors[0].shape[3] ** -0.5
+    kernel = get_kernel(backend, "flash_attention")
+    return kernel(*tensors, *NOTHING, scale, causal, -1, -1, dropout_p, 0)
+
+
+@pytest.mark.parametrize(
+    "shape,taken",
+    [
+        ({}, True),
+        ({"dtype": HALF, "d": 128, "dv": 72}, True),
+        ({"d": 33, "dv": 64}, False),
+        ({"d": 136}, False),
+        ({"dv": 32}, False),
+        ({"m": 0}, False),
+        ({"dtype": torch.float32}, False),
+    ],
+)
+def test_the_rule(shape, taken, monkeypatch):
+    monkeypatch.setattr(forward_kernel, "runs_gluon", lambda device: True)
+    assert forward_kernel._for_hopper(*operands(**shape)) == taken
+    monkeypatch.setattr(forward_kernel, "runs_gluon", lambda device: False)
+    assert not forward_kernel._for_hopper(*operands(**shape))
+
+
+def test_the_rule_of_strides(monkeypatch):
+    monkeypatch.setattr(forward_kernel, "runs_gluon", lambda device: True)
+    q, k, v = operands()
+    assert forward_kernel._for_hopper(q.transpose(1, 2), k, v)
+    for other in (q.mT, q[:, :1].expand(-1, 2, -1, -1), q.flatten()[4:-60].view(1, 1, -1, 64)):
+        assert not forward_kernel._for_hopper(other, k, v)
+
+
+@pytest.fixture
+def hopper():
+    if not runs_gluon(CUDA):
+        pytest.skip("needs a Hopper GPU and Gluon")
+
+
+def assert_near(got, want):
+    for ours, theirs, tolerance in zip(got, want, (5e-3, 1e-3, 1e-3)):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-6)
+        assert ours.dtype == theirs.dtype and error < tolerance, float(error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("d,dv", [(64, 64), (128, 128), (80, 80), (40, 128), (72, 48)])
+def test_lengths(hopper, d, dv, dtype, causal):
+    for batch, heads, kv, n, m in (
+        (1, 2, 2, 1, 1),
+        (1, 1, 1, 64, 128),
+        (2, 4, 2, 130, 257),
+        (1, 3, 1, 777, 333),
+        (1, 2, 1, 1000, 1500),
+        (1, 2, 2, 2048, 2048),
+    ):
+        tensors = operands(heads, kv, n, m, d, dv, dtype, CUDA, batch)
+        assert forward_kernel._for_hopper(*tensors)
+        assert_near(run("triton", tensors, causal), run("torch", tensors, causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_runs_are_equal_bit_by_bit(hopper, d):
+    """A buffer overwritten too early would show in one of them."""
+    tensors = operands(8, 8, 3000, 3000, d, d, device=CUDA, batch=2)
+    first = run("triton", tensors)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run("triton", tensors)))
+
+
+@pytest.mark.gpu
+def test_rows_of_a_fused_projection(hopper):
+    packed = torch.randn(2, 300, 3, 4, 64, device=CUDA, dtype=BF16)
+    tensors = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    assert forward_kernel._for_hopper(*tensors)
+    assert_near(run("triton", tensors, True), run("torch", tensors, True))
+
+
+@pytest.mark.gpu
+def test_special_values_reach_only_who_sees_them(hopper):
+    q, k, v = operands(n=300, m=300, device=CUDA)
+    q[0, 0, 4] = float("nan")
+    out = run("triton", (q, k, v))[0]
+    assert out[0, 0, 4].isnan().all() and out.isnan().sum() == 64
+    q, k, v = operands(n=300, m=300, device=CUDA)
+    k[0, :, 150, 0] = float("nan")
+    out = run("triton", (q, k, v), causal=True)[0]
+    assert out[:, :, 150:].isnan().all() and out[:, :, :150].isfinite().all()
+    # huge logits pick one value, and nothing overflows; another head's rows lie behind the last
+    q, k, v = operands(n=300, m=300, device=CUDA)
+    out, row_max, row_sum = run("triton", (q * 1e4, k, v))
+    assert all(t.isfinite().all() for t in (out, row_max, row_sum))
+    k[0, 1] = float("nan")
+    assert run("triton", (q, k, v))[0][0, 0].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_gradients_take_its_statistics(hopper):
+    tensors = operands(4, 2, 500, 500, 64, 64, device=CUDA)
+    grad = torch.randn(1, 4, 500, 64, device=CUDA, dtype=BF16)
+    rest = (None, None, None, 0.125, True, -1, -1, 0.0, 0)
+    found = [
+        get_kernel("triton", "flash_attention_backward")(
+            grad, *tensors, *run(backend, tensors, True, 0.125), *rest
+        )
+        for backend in ("triton", "torch")
+    ]
+    for ours, theirs in zip(*found):
+        assert (ours.float() - theirs.float()).norm() < 0.01 * theirs.float().norm()
