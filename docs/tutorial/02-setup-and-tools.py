@@ -119,9 +119,9 @@ if __name__ == "__main__":
 # | `l1tex__data_bank_conflicts_pipe_lsu` | shared memory conflicts | many: layout of a tile |
 # | `smsp__average_warps_issue_stalled_long_scoreboard` | waits for memory | more stages, warps |
 #
-# Names of metrics differ between versions: `ncu --query-metrics` lists yours. Reading counters
-# needs a permission that many clouds refuse; the roofline of [chapter 11](11-roofline.py) needs
-# none.
+# `scripts/count_hardware.py` runs `ncu` on a program and names what holds each kernel up. Names of
+# metrics differ between versions: `ncu --query-metrics` lists yours. Reading counters needs a
+# permission that many clouds refuse; the roofline of [chapter 11](11-roofline.py) needs none.
 #
 # ## A time that you may state
 #
