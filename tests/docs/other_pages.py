@@ -79,6 +79,32 @@ def scaling() -> Passages:
     return found
 
 
+def _two_nodes() -> Passages:
+    layouts = load("cpu/two_nodes.json")["layouts"]
+    all_three = [layouts[name] for name in ("tp2", "two_nodes_tp2", "two_nodes_pp2")]
+    distances = [entry["distance_from_tp1"] for entry in all_three]
+    same = " | ".join(distance["same_tokens"] for distance in distances)
+    again = layouts["two_nodes_tp2"]["distance_from_tp2"]
+    assert again["same_text"] and not again["largest_logprob_difference"]
+    two = all_three[1:]
+    assert all(entry["same_answer"] and entry["worker_killed"]["exit_status"] == 0 for entry in two)
+    return [
+        (f"tokens equal to one process | {same} |", []),
+        (
+            "difference from one process | {} | {} | {} |",
+            [distance["largest_logprob_difference"] for distance in distances],
+        ),
+        (
+            "second node's worker, s | | {} | {} |",
+            [entry["worker_killed"]["seconds"] for entry in two],
+        ),
+        (
+            "started again until the first answer, s | | {} | {} |",
+            [entry["restart_seconds"] for entry in two],
+        ),
+    ]
+
+
 def soak(name: str) -> tuple[str, list[float]]:
     """A row of the table of loads: requests, errors, growth of memory and its end."""
     run = load(name)
@@ -87,9 +113,41 @@ def soak(name: str) -> tuple[str, list[float]]:
     return form, [requests, len(run["errors"]), run["memory_growth_mib"], total]
 
 
+def _drafts() -> Passages:
+    """The table of a comparison with drafts, row by row."""
+    model = "gpt_oss_20b_drafts3"
+    found: Passages = []
+    cells = load(f"h200/{model}/results.json")["cells"]
+    for figure, name, digits, unit in (
+        ("p50_tpot_ms", "time per output token", 2, ", ms"),
+        ("output_throughput", "output tokens per second", 0, ""),
+        ("p50_ttft_ms", "time to first token", 1, ", ms"),
+    ):
+        own = [cell["arms"]["oss_fp8"] for cell in cells]
+        theirs = [cell["arms"][cell["baselines"][figure]] for cell in cells]
+        ratios = " | ".join(f"{arm['ratios'][figure]['median']:.2f}" for arm in own)
+        form = " | ".join([f"{{:.{digits}f}}"] * len(cells))
+        found += [
+            (f"{name}, baseline{unit} | {form} |", [arm["figures"][figure] for arm in theirs]),
+            (
+                f"{name}, oss_fp8{unit} | {form} | | ratio | {ratios} |",
+                [arm["figures"][figure] for arm in own],
+            ),
+        ]
+    runs = [m for m in load(f"h200/{model}/results.json")["measurements"] if m["arm"] == "oss_fp8"]
+    rates = [m["figures"]["output_throughput"] for m in runs if m["concurrency"] == 1]
+    burst = served("gpt_oss_20b", "oss_fp8", "tpot")[0]
+    return [
+        *found,
+        ("differ: {:.0f} and {:.0f} tokens per second", rates),
+        ("bursts give a token in {:.2f} ms", [burst]),
+    ]
+
+
 def serving() -> Passages:
     monitor = load("h200/monitor.json")
     return [
+        *_drafts(),
         (
             "a sample takes {:.1f} ms more than its step of {:.1f} ms",
             [monitor["batch_32"]["sample_extra_ms"], monitor["batch_32"]["step_ms"]],
