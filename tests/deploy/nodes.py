@@ -13,6 +13,7 @@ import ctypes
 import http.client
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -37,6 +38,9 @@ _OWN = 'mount -t tmpfs shm /dev/shm && hostname "$0" && exec "$@"'
 # what two nodes do not share; NVLink multicast stays off in any case: a program that fails with it
 # can take the host's GPUs down
 _APART = {
+    # tells what connects the ranks, see Deployment.channels
+    "NCCL_DEBUG": "INFO",
+    "NCCL_DEBUG_SUBSYS": "INIT",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
@@ -198,6 +202,11 @@ class Deployment:
             connection.close()
             return status == 200
         return False
+
+    def channels(self) -> list[str]:
+        """What NCCL's channels go through, as its log names it: NET/Socket/0, P2P/CUMEM, ..."""
+        text = "".join(log.read_text(errors="replace") for log in self.logs)
+        return sorted(set(re.findall(r"NCCL INFO Channel .* via (\S+)", text)))
 
     def complete(self, seconds: float = 60, **body: Any) -> list[dict[str, Any]]:
         """Choices of a greedy completion that ignores the end of a text."""

@@ -111,7 +111,7 @@ class Run:
 
     def wait(self, names: Sequence[str], keep: float) -> list[str]:
         """Wait until one of ``names`` is healthy or has failed; those that are healthy."""
-        waiting = list(names)
+        waiting = [name for name in names if name in self.up]
         while waiting and self.left() > keep:
             for name in list(waiting):
                 try:
@@ -210,17 +210,12 @@ def serve(run: Run) -> bool:
         for name in group:
             run.start(name)
         waiting, ready, again = list(group), [], None
-        while waiting:
-            found = run.wait(waiting, run.args.reserve)
-            if not found:
-                good = False
-                break
-            name = found[0]
+        while healthy := run.wait(waiting, run.args.reserve):
+            name = healthy[0]
             deployment = run.up[name]
             seconds = round(time.monotonic() - deployment.started, 1)
             answers = run.ask(name)
             if answers is None:
-                good = False
                 waiting.remove(name)
                 continue
             if name == again:
@@ -228,7 +223,9 @@ def serve(run: Run) -> bool:
                 good &= answers == run.answers[name]
             else:
                 run.answers[name] = answers
-                run.say(name, startup_seconds=seconds, tokens=[tokens for tokens, _ in answers])
+                tokens = [tokens for tokens, _ in answers]
+                told = {"startup_seconds": seconds, "nccl_channels": deployment.channels()}
+                run.say(name, tokens=tokens, **told)
                 run.compare()
                 if name in killed and run.left() > run.args.reserve:
                     if run.args.together:
@@ -240,8 +237,9 @@ def serve(run: Run) -> bool:
             ready.append(name)
         run.times(ready, "ms_per_token")
         run.stop(*run.up)
-    distances = [v for entry in run.layouts.values() for k, v in entry.items() if "distance" in k]
-    return good and all(each["agrees"] for each in distances)
+    told = [item for entry in run.layouts.values() for item in entry.items()]
+    agree = all(value["agrees"] for key, value in told if key.startswith("distance"))
+    return good and agree and not any(key in ("error", "no_times") for key, _ in told)
 
 
 def ratio(layouts: dict[str, dict[str, Any]]) -> float | None:
