@@ -45,6 +45,7 @@ _APART = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     # after 300 s otherwise: until then a node may wait for one that is gone
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(PATIENCE),
