@@ -25,12 +25,6 @@ def _short_loads(model: str) -> list[Any]:
     return [cell for cell in cells if cell["input_len"] == 128]
 
 
-def long_loads(model: str) -> list[Any]:
-    """The loads with prompts of 4096 tokens."""
-    cells = load(f"h200/{model}/results.json")["cells"]
-    return [cell for cell in cells if cell["input_len"] == 4096]
-
-
 def served(model: str, arm: str | None, figure: str) -> list[float]:
     """Median milliseconds of a comparison's loads, steady ones only; None: the best baseline's."""
     cells = _short_loads(model)

@@ -16,7 +16,6 @@ from tests.docs.readers import (
     left_of_nearest,
     load,
     logits,
-    long_loads,
     memory,
     oss,
     profile,
@@ -107,18 +106,44 @@ def readme() -> Passages:
     ]
 
 
-def _long_prompts() -> Passages:
-    name, cells = "p50_ttft_ms", long_loads("llama_8b")
-    theirs = [c["arms"][c["baselines"][name]]["figures"][name] for c in cells]
-    own = [c["arms"]["oss_fp8"]["figures"][name] for c in cells]
-    pairs = [x for pair in zip(own, theirs) for x in pair]
+def _pairs(model: str, name: str, input_len: int) -> list[tuple[float, float]]:
+    """A figure of the best baseline and of oss_fp8, per load with prompts of this length."""
+    cells = load(f"h200/{model}/results.json")["cells"]
+    found = []
+    for each in cells:
+        if each["input_len"] == input_len:
+            arms = each["arms"][each["baselines"][name]], each["arms"]["oss_fp8"]
+            found.append((arms[0]["figures"][name], arms[1]["figures"][name]))
+    return found
+
+
+def _longer() -> Passages:
+    """Long prompts, and long answers."""
+    llama = [x for theirs, own in _pairs("llama_8b", "p50_ttft_ms", 4096) for x in (own, theirs)]
+    prompts = _pairs("served_gpt_oss_20b", "p50_ttft_ms", 4096)
+    rates = _pairs("served_gpt_oss_20b", "output_throughput", 128)
     return [
-        ("after {:.1f} ms at one request (vLLM's FP8 {:.1f}) and {:.1f} ms at four ({:.1f})", pairs)
+        (
+            "after {:.1f} ms at one request (vLLM's FP8 {:.1f}) and {:.1f} ms at four ({:.1f})",
+            llama,
+        ),
+        (
+            "{:.1f} ms at one request (baseline {:.1f}), and after {:.1f} ms at four ({:.1f})",
+            [x for theirs, own in prompts for x in (own, theirs)],
+        ),
+        (
+            f"| {' | '.join(['{:.0f} / {:.0f}'] * len(rates))} |",
+            [x for pair in rates for x in pair],
+        ),
+        (
+            f"| {' | '.join(['{:.2f}'] * len(rates))} |",
+            [own / theirs for theirs, own in rates],
+        ),
     ]
 
 
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _long_prompts()
+    found = _served_rows(bare=False) + _longer()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
