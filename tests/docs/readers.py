@@ -139,6 +139,14 @@ def operator(part: str, operation: str, implementation: str, **shape: Any) -> An
     return next(row for row in rows if wanted.items() <= row.items())
 
 
+def attention_forward(dim: int, causal: bool) -> list[float]:
+    """TFLOPS of ours and of FlashAttention 3's over 16384 tokens."""
+    rows = load("h200/attention-forward.json")["rows"]
+    shape = {"run": 2, "length": 16384, "dim": dim, "causal": causal}
+    found = {r["implementation"]: r["tflops"] for r in rows if shape.items() <= r.items()}
+    return [found["hopper"], found["flash_attention_3"]]
+
+
 def kernels(group: str, figure: str, **shape: Any) -> list[float]:
     rows = load("h200/kernels.json")["results"]
     found = [r for r in rows if r["group"] == group and shape.items() <= r.items()]

@@ -29,13 +29,14 @@ def run(backend, tensors, causal=False, scale=None, dropout_p=0.0):
 @pytest.mark.parametrize(
     "shape,taken",
     [
-        ({}, True),
+        ({"n": 2048}, True),
+        ({"n": 2047}, False),
         ({"dtype": HALF, "d": 128, "dv": 72}, True),
-        ({"d": 33, "dv": 64}, False),
+        ({"d": 33, "dv": 72}, False),
         ({"d": 136}, False),
-        ({"dv": 32}, False),
-        ({"m": 0}, False),
-        ({"dtype": torch.float32}, False),
+        ({"d": 128, "dv": 32}, False),
+        ({"d": 128, "m": 0}, False),
+        ({"d": 128, "dtype": torch.float32}, False),
     ],
 )
 def test_the_rule(shape, taken, monkeypatch):
@@ -47,16 +48,18 @@ def test_the_rule(shape, taken, monkeypatch):
 
 def test_the_rule_of_strides(monkeypatch):
     monkeypatch.setattr(forward_kernel, "runs_gluon", lambda device: True)
-    q, k, v = operands()
+    q, k, v = operands(d=128, dv=128)
     assert forward_kernel._for_hopper(q.transpose(1, 2), k, v)
-    for other in (q.mT, q[:, :1].expand(-1, 2, -1, -1), q.flatten()[4:-60].view(1, 1, -1, 64)):
+    for other in (q.mT, q[:, :1].expand(-1, 2, -1, -1), q.flatten()[4:-124].view(1, 1, -1, 128)):
         assert not forward_kernel._for_hopper(other, k, v)
 
 
 @pytest.fixture
-def hopper():
+def hopper(monkeypatch):
+    """Heads of 64 take the kernel at any length."""
     if not runs_gluon(CUDA):
         pytest.skip("needs a Hopper GPU and Gluon")
+    monkeypatch.setattr(forward_kernel, "_LONG", 1)
 
 
 def assert_near(got, want):

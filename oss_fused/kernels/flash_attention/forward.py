@@ -265,13 +265,22 @@ def _operand(t: torch.Tensor) -> Rows:
     return rows_of(t)
 
 
+# queries from which on heads of 64 values take hopper.py
+_LONG = 2048
+
+
 def _for_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether hopper.py takes these operands: halves, heads of 33 to 128 values, rows for TMA."""
+    """Whether hopper.py takes these operands: halves, heads of 33 to 128 values, rows for TMA.
+
+    Its tiles have 192 queries for heads to 64: below 2048 queries the Triton kernel is faster there
+    (docs/results/h200/attention-forward.json).
+    """
     return (
         q.dtype in HALF_DTYPES
         and q.dtype == k.dtype == v.dtype
         and min(q.shape[3], v.shape[3]) > 32
         and max(q.shape[3], v.shape[3]) <= 128
+        and (max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= _LONG)
         and k.shape[2] > 0
         and all(_addressable(t) for t in (q, k, v))
         and runs_gluon(q.device)
