@@ -65,6 +65,7 @@ def scaling() -> Passages:
         steps = [oss("gpt_oss_120b", batch, 128, "h200x2") for batch in (1, 32, 128)]
         rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
         found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
+    found += _two_nodes()
     runs = (
         "cpu/soak",
         "h200/soak",
@@ -89,7 +90,15 @@ def _two_nodes() -> Passages:
     assert again["same_text"] and not again["largest_logprob_difference"]
     two = all_three[1:]
     assert all(entry["same_answer"] and entry["worker_killed"]["exit_status"] == 0 for entry in two)
+    cable = load("h200x2/two_nodes_all_reduce.json")["two_nodes"]["by_tokens"]
+    once = [cable[tokens]["us"] for tokens in ("1", "8", "4096")]
+    step = oss("gpt_oss_20b", 1, 128, "h200x2")
+    added = 48e-3 * once[0]
     return [
+        ("took {:.0f} us, of 8 tokens {:.0f} us, of 4096 tokens {:.0f} us", once),
+        ("48 of them, {:.1f} ms at one token: on paper {:.2f} ms", [added, step]),
+        ("become at most {:.1f} over", [step + added]),
+        ("with 72, gains {:.1f} ms", [72e-3 * once[0]]),
         (f"tokens equal to one process | {same} |", []),
         (
             "difference from one process | {} | {} | {} |",
