@@ -71,6 +71,10 @@ def readme() -> Passages:
         *_served_rows(bare=True),
         *_demo(),
         (
+            "takes {:.2f}x, {:.2f}x and {:.2f}x less time per token",
+            ratios("gpt_oss_20b_drafts3", "oss_fp8", "tpot"),
+        ),
+        (
             "gpt-oss-20b {:.2f} GiB (baseline {:.2f})",
             [memory("gpt_oss_20b", arm) for arm in ("oss_fp8", "triton")],
         ),
