@@ -87,7 +87,7 @@ def switching_monitor(policy, monkeypatch, static=True):
             for each in self._capture_descs[mode.FULL]:
                 self.recorded.append((each.num_tokens, buffers))
                 if each.num_tokens > self.memory:
-                    raise torch.OutOfMemoryError("no memory")
+                    raise self.error("no memory")
                 with torch.cuda.graph("new", "pool", stream="vLLM's"):
                     self.graphs[each] = [layer.quant_method.bits16_inputs for layer in model]
 
@@ -157,8 +157,10 @@ def test_a_switch_records_new_graphs_and_survives_a_reload(policy, monkeypatch):
     assert manager.replays(16) == "NONE"
 
 
-def test_a_graph_that_cannot_be_recorded_costs_speed_only(policy, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AssertionError])
+def test_a_graph_that_cannot_be_recorded_costs_speed_only(error, policy, monkeypatch):
     watcher, _, manager = switching_monitor(policy, monkeypatch)
+    manager.error = error
     watcher.statistics.add(SATURATED, [2, 2])
     watcher.end_step()
     manager.memory = 4

@@ -59,8 +59,8 @@ class Recapture:
             try:
                 with self._while_serving():
                     self._record(manager, step)
-            except RuntimeError as error:
-                # slower, not wrong: steps without a graph run their operators one by one
+            except Exception as error:
+                # whatever it is, this is slower, not wrong: the step runs its operators one by one
                 self._stopped = True
                 end_failed_capture(manager.pool)
                 logger.warning("oss_fused monitor: no further CUDA graphs: %s", error)
