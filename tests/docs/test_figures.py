@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docs import other_pages, serving_pages
+from tests.docs import other_pages, scaling_page, serving_pages
 from tests.docs.readers import ROOT, text_of
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -21,7 +21,7 @@ STATED = {
     "README.md": serving_pages.readme,
     "docs/decode.md": serving_pages.decode,
     "docs/moe.md": serving_pages.moe,
-    "docs/scaling.md": other_pages.scaling,
+    "docs/scaling.md": scaling_page.scaling,
     "docs/serving.md": other_pages.serving,
     "docs/calibration.md": other_pages.calibration,
     "docs/gemm.md": other_pages.gemm,

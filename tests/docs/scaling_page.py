@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""Passages of scaling.md."""
+
+from __future__ import annotations
+
+from tests.docs.readers import (
+    Passages,
+    best,
+    load,
+    memory,
+    oss,
+    served,
+    speedup,
+)
+
+
+def scaling() -> Passages:
+    found: Passages = [
+        ("**{:.2f}** | 6.4", [memory("gpt_oss_20b", "triton")]),
+        ("**{:.2f}** | 5.8", [memory("gpt_oss_20b", "oss_fp8")]),
+        ("**{:.2f}** | 4.3", [memory("llama_8b", "oss_fp8")]),
+        (
+            "12 GiB hold {:.0f} tokens of gpt-oss-20b, and 10 GiB {:.0f} of Llama",
+            [
+                load(f"h200/{m}/results.json")["arms"]["oss_fp8"]["memory"]["kv_cache_tokens"]
+                for m in ("gpt_oss_20b", "llama_8b")
+            ],
+        ),
+        (
+            "takes {:.2f} and {:.2f} ms",
+            [served("gpt_oss_20b", arm, "tpot")[0] for arm in (None, "oss_fp8")],
+        ),
+    ]
+    pair = "{:.2f} / {:.2f} ({:.2f}x)"
+    for label, model, place in (
+        ("20b, one GPU", "gpt_oss_20b", "h200"),
+        ("20b, TP 2", "gpt_oss_20b", "h200x2"),
+        ("120b, TP 2", "gpt_oss_120b", "h200x2"),
+    ):
+        values = [
+            f(model, batch, 128, place) for batch in (1, 32, 128) for f in (best, oss, speedup)
+        ]
+        values += [f(model, 1, 8192, place) for f in (best, oss, speedup)]
+        form = f"| {label}: baseline / oss_fp8 | {' | '.join([pair] * 3)} | "
+        form += "{:.0f} / {:.0f} ({:.2f}x"
+        found.append((form, values))
+    for label, model, time in (
+        ("gpt-oss-20b, baseline (faster expert backend)", "gpt_oss_20b", best),
+        ("gpt-oss-20b, oss_fp8", "gpt_oss_20b", oss),
+        ("Llama-3-8B, vLLM's FP8", "llama_8b", best),
+        ("Llama-3-8B, oss_fp8", "llama_8b", oss),
+    ):
+        batches = (1, 8, 32, 128, 256) if model == "gpt_oss_20b" else (1, 8, 32, 128)
+        rates = [1e3 * batch / time(model, batch) for batch in batches]
+        rounded = [round(rate, -1 if rate < 1000 else -2) for rate in rates]
+        found.append((f"| {label} | {' | '.join(['{:.0f}'] * len(rates))} |", rounded))
+    for pairs in (4, 8, 16, 32):
+        steps = [oss("gpt_oss_120b", batch, 128, "h200x2") for batch in (1, 32, 128)]
+        rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
+        found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
+    found += _two_nodes()
+    runs = (
+        "cpu/soak",
+        "h200/soak",
+        "h200/soak_bursts",
+        "h200/soak_vllm_scheduler",
+        "h200x2/soak_dp2",
+    )
+    found += [soak(f"{run}.json") for run in runs]
+    one, two = best("gpt_oss_20b", 1), best("gpt_oss_20b", 1, 128, "h200x2")
+    found.append(("and {:.0f} % for the baseline", [100 * (1 - two / one)]))
+    falls = [speedup("gpt_oss_20b", 1), speedup("gpt_oss_20b", 1, 128, "h200x2")]
+    found.append(("falls from {:.2f}x to {:.2f}x", falls))
+    return found
+
+
+def _two_nodes() -> Passages:
+    layouts = load("cpu/two_nodes.json")["layouts"]
+    all_three = [layouts[name] for name in ("tp2", "two_nodes_tp2", "two_nodes_pp2")]
+    distances = [entry["distance_from_tp1"] for entry in all_three]
+    same = " | ".join(distance["same_tokens"] for distance in distances)
+    again = layouts["two_nodes_tp2"]["distance_from_tp2"]
+    assert again["same_text"] and not again["largest_logprob_difference"]
+    two = all_three[1:]
+    assert all(entry["same_answer"] and entry["worker_killed"]["exit_status"] == 0 for entry in two)
+    cable = load("h200x2/two_nodes_all_reduce.json")["two_nodes"]["by_tokens"]
+    once = [cable[tokens]["us"] for tokens in ("1", "8", "4096")]
+    step = oss("gpt_oss_20b", 1, 128, "h200x2")
+    added = 48e-3 * once[0]
+    return [
+        ("took {:.0f} us, of 8 tokens {:.0f} us, of 4096 tokens {:.0f} us", once),
+        ("48 of them, {:.1f} ms at one token: on paper {:.2f} ms", [added, step]),
+        ("become at most {:.1f} over", [step + added]),
+        ("with 72, gains {:.1f} ms", [72e-3 * once[0]]),
+        (f"tokens equal to one process | {same} |", []),
+        (
+            "difference from one process | {} | {} | {} |",
+            [distance["largest_logprob_difference"] for distance in distances],
+        ),
+        (
+            "second node's worker, s | | {} | {} |",
+            [entry["worker_killed"]["seconds"] for entry in two],
+        ),
+        (
+            "started again until the first answer, s | | {} | {} |",
+            [entry["restart_seconds"] for entry in two],
+        ),
+    ]
+
+
+def soak(name: str) -> tuple[str, list[float]]:
+    """A row of the table of loads: requests, errors, growth of memory and its end."""
+    run = load(name)
+    requests, total = sum(run["requests"].values()), run["memory_mib"][-1]["total"]
+    form = f"]({f'results/{name}'})) | {{:.0f}} | {{:.0f}} | +{{:.1f}} of {{:.0f}} MiB"
+    return form, [requests, len(run["errors"]), run["memory_growth_mib"], total]
