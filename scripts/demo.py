@@ -115,10 +115,12 @@ def on_a_gpu(compared: Path) -> str:
             f"one request ({compared.parent / 'report.md'})"
         )
     figures = json.loads((ROOT / "docs/results/h200/summary.json").read_text())
-    gpt, llama = (figures[f"decode.{name}.speedup_b1"] for name in ("gpt_oss_20b", "llama_8b"))
+    models = ("gpt_oss_20b", "llama_8b")
+    gpt, llama = (figures[f"main_job.{name}.tpot_ratio_c1"] for name in models)
     return (
-        f"a GPU has tensor cores for FP8: on an H200, a token of gpt-oss-20b takes 1/{gpt:.2f} of "
-        f"the baseline's time, of Llama 8B 1/{llama:.2f} (docs/decode.md)"
+        f"a GPU has tensor cores for FP8: on an H200, a token served to one request takes "
+        f"1/{gpt:.2f} of the baseline's time for gpt-oss-20b, 1/{llama:.2f} for Llama 8B "
+        f"(docs/decode.md)"
     )
 
 

@@ -47,7 +47,7 @@ def test_it_ends_with_what_a_gpu_brings_and_leaves_the_report_to_the_comparison(
     said = capsys.readouterr().err
     figures = json.loads((demo.ROOT / "docs/results/h200/summary.json").read_text())
     last = said.strip().splitlines()[-1]
-    assert "H200" in last and f"1/{figures['decode.gpt_oss_20b.speedup_b1']:.2f}" in last
+    assert "H200" in last and f"1/{figures['main_job.gpt_oss_20b.tpot_ratio_c1']:.2f}" in last
     assert "the report" not in said
 
 
