@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from harness import calibrate_options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from oss_fused.quant.checkpoint import CheckpointWriter
@@ -150,13 +152,17 @@ def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
         assert stop.value.code == 2 and "expected a" in capsys.readouterr().err
 
 
+def parse(flags: list[str]) -> argparse.Namespace:
+    return calibrate_options.make_parser(None).parse_args(flags)
+
+
 def test_rules_per_layer_type(script, model, tmp_path, capsys) -> None:
     flags = ["--keep-sensitive", "lm_head=0.99", "--keep-sensitive", "re:.*[qk]_proj=0.9"]
-    args = script.parse_args(["m", "--output", "o", *flags])
+    args = parse(["m", "--output", "o", *flags])
     rule = {"lm_head": 0.99, "re:.*[qk]_proj": 0.9}
-    assert script.settings_of(args)["keep_sensitive"] == rule
+    assert calibrate_options.settings_of(args)["keep_sensitive"] == rule
     with pytest.raises(SystemExit):
-        script.parse_args(["m", "--output", "o", "--keep-sensitive", "lm_head"])
+        parse(["m", "--output", "o", "--keep-sensitive", "lm_head"])
     assert "expected PATTERN=LIMIT" in capsys.readouterr().err
     text = tmp_path / "text.txt"
     text.write_text("words " * 9999)
@@ -166,12 +172,12 @@ def test_rules_per_layer_type(script, model, tmp_path, capsys) -> None:
 
 
 def test_a_target_is_a_factor_or_a_divergence(script, capsys) -> None:
-    args = script.parse_args(["m", "--output", "o", "--accuracy-target", "1.02"])
+    args = parse(["m", "--output", "o", "--accuracy-target", "1.02"])
     assert args.accuracy_target == 1.02
-    args = script.parse_args(["m", "--output", "o", "--accuracy-target", "kl=0.01"])
+    args = parse(["m", "--output", "o", "--accuracy-target", "kl=0.01"])
     assert args.accuracy_target == pytest.approx(1.01005, abs=1e-5)
     with pytest.raises(SystemExit):
-        script.parse_args(["m", "--output", "o", "--accuracy-target", "kl=small"])
+        parse(["m", "--output", "o", "--accuracy-target", "kl=small"])
     assert "expected a number or kl=NUMBER" in capsys.readouterr().err
 
 
