@@ -176,8 +176,15 @@ class Engine:
         return ServerError(f"engine {self.arm.name} ({self.arm.model}): {why}\n{shown}")
 
 
-def run(plan: DecodeBenchmark, scratch: Path) -> dict[str, Any]:
+def run(
+    plan: DecodeBenchmark, scratch: Path, before: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Start all engines, measure every cell on each, and record kernels.
+
+    Args:
+        plan: what to measure.
+        scratch: folder for logs.
+        before: called once all engines are up, before the first measurement.
 
     Returns:
         "arms" (name -> command line, seconds to start), "failed" (name -> why; the last arm must
@@ -195,6 +202,7 @@ def run(plan: DecodeBenchmark, scratch: Path) -> dict[str, Any]:
         engines = [engine for engine in started if _warm_up(plan, engine, results)]
         if len(engines) < 2:
             raise ServerError("\n".join(results["failed"].values()))
+        before()
         results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
         try:
             for place, (number, cell) in enumerate(plan.schedule()):

@@ -115,7 +115,7 @@ def main() -> int:
     runner = engine.model_executor.driver_worker.worker.model_runner
     device = next(runner.model.parameters()).device
     recorder = Recorder(runner.model, tokens, read_head(job["model"], device))
-    reference = _wait_for(Path(job["reference"]))
+    reference = dict(np.load(wait_for(Path(job["reference"]))))
     results: dict[str, Any] = {}
     for dtype, states in reference.items():
         for name, threshold in (("prefill", 0), ("decode", 1)):
@@ -131,13 +131,18 @@ def main() -> int:
     return 0
 
 
-def _wait_for(path: Path) -> dict[str, np.ndarray]:
+def wait_for(path: Path) -> Path:
+    """Wait until another process has written ``path``, and return it.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
     deadline = time.monotonic() + _WAIT_SECONDS
     while not path.is_file():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path}: no reference after {_WAIT_SECONDS} s")
         time.sleep(0.2)
-    return dict(np.load(path))
+    return path
 
 
 def _read_prompts(vllm: Any, engine: Any, tokens: np.ndarray) -> int:
