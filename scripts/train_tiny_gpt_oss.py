@@ -9,6 +9,10 @@ matter of minutes on two cores.
   train_tiny_gpt_oss.py --output models/tiny_gpt_oss --seconds 90
   train_tiny_gpt_oss.py --output models/tiny_tuned --start tests/data/tiny_gpt_oss \\
       --text novel.txt --steps 80 --batch 8 --learning-rate 3e-4
+  train_tiny_gpt_oss.py --output models/tiny_needle --start tests/data/tiny_gpt_oss \\
+      --needle 32768 --seconds 60 --learning-rate 1e-3
+
+The last learns to find a pass key that stands up to 32768 tokens back, for evaluate.py --needle.
 
 Exit codes: 0 trained, 2 wrong usage or input, 130 interrupted.
 """
@@ -39,6 +43,7 @@ def main() -> int:
         seed=args.seed,
         start=args.start and str(args.start),
         texts=tuple(map(str, args.text)),
+        needle=args.needle,
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     bar = tqdm(total=args.steps, desc="Training", unit="step", mininterval=2)
@@ -81,8 +86,11 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="default: 0")
     add("--start", type=Path, metavar="DIR", help="checkpoint to train further, bf16 or MXFP4")
     add("--text", type=Path, nargs="+", default=[], help="files to learn from instead")
+    add("--needle", type=int, metavar="N", help="learn to find a pass key in N positions")
     add("--device", help="default: cuda if there is one, else cpu")
     args = parser.parse_args()
+    if args.needle is not None and args.needle < 1024:
+        parser.error(f"--needle {args.needle}: expected at least 1024")
     for name in ("steps", "seconds", "batch", "learning_rate"):
         value = getattr(args, name)
         if value is not None and not value > 0:

@@ -13,6 +13,12 @@ from typing import Any
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ANSWER_TOKENS = 16
+QUESTION = "\n\nQuestion: What is the pass key?\nAnswer: The pass key is"
+
+
+def key_text(key: str) -> str:
+    """What a text says of its key."""
+    return f"\n\nThe pass key is {key}. Remember it: {key}.\n\n"
 
 
 def make_needles(lengths: Sequence[int], seed: int = 0) -> list[dict[str, Any]]:
@@ -40,8 +46,7 @@ def build_prompt(tokenizer: Any, haystack: str, needle: dict[str, Any]) -> list[
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    key = encode(f"\n\nThe pass key is {needle['key']}. Remember it: {needle['key']}.\n\n")
-    question = encode("\n\nQuestion: What is the pass key?\nAnswer: The pass key is")
+    key, question = encode(key_text(needle["key"])), encode(QUESTION)
     filler = encode(haystack)
     head = [tokenizer.bos_token_id] if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else []
     room = needle["length"] - len(head) - len(key) - len(question)

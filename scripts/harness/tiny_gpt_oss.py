@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from harness.finetune import load_state
 from harness.folder import atomic_folder
 from harness.model_factory import Shape, config_of
+from harness.tiny_needle import NeedleSamples, key_loss
 from harness.tokenizer import save_tokenizer
 from oss_fused.errors import CheckpointError, DatasetError
 
@@ -35,6 +36,8 @@ HELD_OUT = ("csv", "fractions", "heapq", "queue", "shlex", "statistics", "textwr
 # left out: tables of numbers
 _LEFT_OUT = ("site-packages", "dist-packages", "encodings", "__pycache__", "lib2to3", "turtledemo")
 STATE = "training-state.pt"
+# of the mean loss of a pass key's tokens, beside that of all tokens
+_KEY_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Training:
         save_every: steps between saved states.
         start: folder of a checkpoint to train further, bf16 or MXFP4; None starts from noise.
         texts: files to learn from, of which the last tenth is held out; none takes ``corpus``.
+        needle: positions of a context in which the model learns to find a pass key, in every
+            sample (see tiny_needle); None trains text alone, with SHAPE's context.
     """
 
     steps: int = 4000
@@ -62,6 +67,7 @@ class Training:
     save_every: int = 500
     start: str | None = None
     texts: tuple[str, ...] = ()
+    needle: int | None = None
 
     def rate(self, step: int, seconds: float) -> float:
         """Learning rate of a step."""
@@ -125,7 +131,7 @@ def token_table(tokenizer: Any) -> torch.Tensor:
     return table
 
 
-def build(seed: int) -> Any:
+def build(seed: int, context: int = SHAPE.context) -> Any:
     """The untrained model, a GptOssForCausalLM in float32 whose experts all run."""
     import transformers
 
@@ -133,10 +139,10 @@ def build(seed: int) -> Any:
     config = config_of(SHAPE, "bf16", {"bos": 256, "eos": 258, "pad": 257})
     scaling = config["rope_scaling"] | {"rope_theta": config.pop("rope_theta")}
     config["rope_scaling"] = scaling | {
-        "factor": SHAPE.context / TRAINED_CONTEXT,
+        "factor": context / TRAINED_CONTEXT,
         "original_max_position_embeddings": TRAINED_CONTEXT,
     }
-    config["initial_context_length"] = TRAINED_CONTEXT
+    config |= {"initial_context_length": TRAINED_CONTEXT, "max_position_embeddings": context}
     torch.manual_seed(seed)
     model = auto.GptOssForCausalLM(auto.GptOssConfig(**config)).float()
     for layer in model.model.layers:
@@ -189,7 +195,7 @@ class Trainer:
     def __init__(self, settings: Training, device: torch.device, tokenizer: Any) -> None:
         """Make model, optimizer and data."""
         self.settings, self.device = settings, device
-        self.model = build(settings.seed).to(device).train()
+        self.model = build(settings.seed, settings.needle or SHAPE.context).to(device).train()
         if settings.start is not None:
             self.model.load_state_dict(load_state(Path(settings.start)))
         decayed = [p for n, p in self.model.named_parameters() if n.endswith(("weight", "proj"))]
@@ -208,6 +214,9 @@ class Trainer:
             table[torch.frombuffer(bytearray(text), dtype=torch.uint8).int()] for text in texts
         )
         self.train, self.held_out = train.to(device), held_out.to(device)
+        self.needles = settings.needle and NeedleSamples(
+            train, table, TRAINED_CONTEXT, settings.needle, settings.seed
+        )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.step, self.seconds, self.load = 0, 0.0, torch.zeros(SHAPE.layers, SHAPE.experts)
 
@@ -234,13 +243,17 @@ class Trainer:
         rate = self.settings.rate(self.step, self.seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        starts = torch.randint(
-            len(self.train) - TRAINED_CONTEXT, (self.settings.batch, 1), generator=self.generator
-        )
-        ids = self.train[(starts + torch.arange(TRAINED_CONTEXT + 1)).to(self.device)]
+        ids, positions = self._batch()
         with self._autocast():
-            output = self.model(ids[:, :-1], use_cache=False, output_router_logits=True)
-        loss = cross_entropy(output.logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            output = self.model(
+                ids[:, :-1], position_ids=positions, use_cache=False, output_router_logits=True
+            )
+        losses = cross_entropy(
+            output.logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        )
+        loss = losses.mean()
+        if self.needles:
+            loss = loss + _KEY_WEIGHT * key_loss(losses.unflatten(0, (len(ids), -1)))
         balance, self.load = balance_loss(output.router_logits)
         (loss + self.settings.balance * balance).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -248,6 +261,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return loss.detach()
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids [batch, TRAINED_CONTEXT + 1], and positions unless they are consecutive."""
+        if self.needles:
+            ids, positions = self.needles.batch(self.settings.batch, self.step)
+            return ids.to(self.device), positions.to(self.device)
+        starts = torch.randint(
+            len(self.train) - TRAINED_CONTEXT, (self.settings.batch, 1), generator=self.generator
+        )
+        return self.train[(starts + torch.arange(TRAINED_CONTEXT + 1)).to(self.device)], None
 
     @torch.no_grad()
     def evaluate(self, batch: int = 16) -> float:
@@ -319,7 +342,7 @@ def train_tiny(
     """
     state = output.with_name(f"{output.name}.{STATE}")
     with atomic_folder(output) as folder:
-        ids = save_tokenizer(folder, "gpt-oss", SHAPE.vocab, SHAPE.context)
+        ids = save_tokenizer(folder, "gpt-oss", SHAPE.vocab, settings.needle or SHAPE.context)
         from transformers import AutoTokenizer
 
         trainer = Trainer(settings, device, AutoTokenizer.from_pretrained(folder))

@@ -107,11 +107,12 @@ def test_corpus_holds_out_modules_and_their_tests():
     assert b"def fill(text, width=70" not in train and b"class ArgumentParser(" in train
 
 
-def test_training_goes_on_where_it_stopped(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize(("needle", "length"), [(None, 32), (4096, 256)])
+def test_training_goes_on_where_it_stopped(needle, length, tmp_path, tokenizer, monkeypatch):
     text = (MODEL / "config.json").read_bytes()
     monkeypatch.setattr(tiny_gpt_oss, "corpus", lambda: (text, text))
-    monkeypatch.setattr(tiny_gpt_oss, "TRAINED_CONTEXT", 32)
-    settings = Training(steps=2, batch=1, save_every=1)
+    monkeypatch.setattr(tiny_gpt_oss, "TRAINED_CONTEXT", length)
+    settings = Training(steps=2, batch=1, save_every=1, needle=needle)
     device, losses = torch.device("cpu"), []
     whole = Trainer(settings, device, tokenizer)
     whole.run(lambda *_: None, tmp_path / "whole.pt")
@@ -122,6 +123,7 @@ def test_training_goes_on_where_it_stopped(tmp_path, tokenizer, monkeypatch):
     second = Trainer(settings, device, tokenizer)
     second.run(lambda _, loss, __: losses.append(loss), tmp_path / "state.pt")
     assert second.step == 2
+    assert second.model.config.max_position_embeddings == (needle or SHAPE.context)
     for ours, theirs in zip(second.model.parameters(), whole.model.parameters()):
         torch.testing.assert_close(ours, theirs)
     other = Trainer(Training(steps=3, batch=1), device, tokenizer)
