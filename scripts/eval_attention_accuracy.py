@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import attention_accuracy, attention_regression
+from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError
@@ -53,6 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     control.add_argument("--fp8-p99-threshold", type=float, help="default 3e-2")
     control.add_argument("--fp8-clip-threshold", type=float, help="default 0.03")
     control.add_argument("--thresholds", type=Path, help="JSON file that overrides the defaults")
+    control.add_argument("--summary", type=Path, help="summary.json that takes the p99 difference")
     control.add_argument("--trend", type=Path, help="JSON file that keeps the last 100 runs")
     control.add_argument("--markdown", type=Path, help="report to write; needs --trend")
     control.add_argument(
@@ -61,8 +63,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="write mean + 3 std of the trend to --thresholds where that is lower",
     )
     args = parser.parse_args(argv)
-    if (args.trend or args.thresholds) and not args.fp8:
-        parser.error("--trend, --thresholds: need --fp8")
+    if (args.trend or args.thresholds or args.summary) and not args.fp8:
+        parser.error("--trend, --thresholds, --summary: need --fp8")
     if args.markdown and not args.trend:
         parser.error("--markdown: needs --trend")
     if args.write_adaptive_thresholds and not (args.trend and args.thresholds):
@@ -89,6 +91,8 @@ def control(args: argparse.Namespace, results: dict[str, Any]) -> int:
     limits = attention_regression.load_limits(args.thresholds, flags)
     run = attention_regression.figures(results)
     failed = attention_regression.failures(run, limits)
+    if args.summary:
+        merge_summary(args.summary, {"operators.flash.fp8_p99_abs": run["p99"]}, args.output)
     if args.trend:
         runs = attention_regression.append_trend(args.trend, run)
         if args.markdown:

@@ -329,6 +329,14 @@ def figures(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
             shares.append(own / row["tflops"])
     if shares:
         found["operators.flash.vs_fa3_fwd_min"] = min(shares)
+    # FlashAttention 3 as vLLM ships it has no backward: PyTorch's stands for it
+    gradients = [
+        r["speedup"]
+        for r in rows
+        if r["operation"] == "flash backward" and r["implementation"] == "oss_fused"
+    ]
+    if gradients:
+        found["operators.flash.vs_fa3_bwd_min"] = min(gradients)
     return found
 
 

@@ -28,6 +28,9 @@ ROWS = [
     flash("flash_attention_3", 64, 16384, 400.0),
     flash("oss_fused", 64, 512, 150.0, causal=True),
     flash("flash_attention_3", 64, 512, 300.0, causal=True),
+    row("flash backward", "oss_fused", dim=64, length=512, causal=True, speedup=0.9, tflops=1.0),
+    row("flash backward", "oss_fused", dim=64, length=512, causal=False, speedup=0.8, tflops=1.0),
+    row("flash backward", "pytorch", dim=64, length=512, causal=False, speedup=0.1, tflops=1.0),
 ]
 
 
@@ -37,6 +40,7 @@ def test_figures_leave_out_what_is_wrong_or_missing():
         "operators.softmax.speedup_eager_min": 1.2,
         "operators.flash.fwd_tflops_d64": 410.0,
         "operators.flash.vs_fa3_fwd_min": 0.5,
+        "operators.flash.vs_fa3_bwd_min": 0.8,
     }
 
 

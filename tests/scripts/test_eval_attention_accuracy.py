@@ -74,11 +74,14 @@ def test_the_divergence_is_small_of_laplace_and_large_of_a_constant():
 def test_limits_fail_a_run_and_follow_the_trend_down(tmp_path, capsys):
     trend, limits, page = (tmp_path / n for n in ("trend.json", "limits.json", "report.md"))
     files = ["--fp8", "--trend", str(trend), "--thresholds", str(limits), "--markdown", str(page)]
+    files += ["--summary", str(tmp_path / "summary.json")]
     code, found = run(tmp_path, *files, "--fp8-p99-threshold", "1e-6")
     assert code == 1 and "attention_fp8_p99_abs" in capsys.readouterr().err
     p99 = json.loads(trend.read_text())[0]["p99"]
     assert p99 == max(found["curves"][n]["p99_abs"] for n in ("fp8_per_channel", "fp8_group"))
     assert "above its limit" in page.read_text() and not limits.exists()
+    figures = json.loads((tmp_path / "summary.json").read_text())
+    assert figures == {"operators.flash.fp8_p99_abs": p99}
     assert run(tmp_path, *files, "--fp8-clip-threshold", "-1")[0] == 1
     # three runs more make five
     for _ in range(3):
