@@ -10,9 +10,10 @@ matter of minutes on two cores.
   train_tiny_gpt_oss.py --output models/tiny_tuned --start tests/data/tiny_gpt_oss \\
       --text novel.txt --steps 80 --batch 8 --learning-rate 3e-4
   train_tiny_gpt_oss.py --output models/tiny_needle --start tests/data/tiny_gpt_oss \\
-      --needle 32768 --seconds 60 --learning-rate 1e-3
+      --needle 33024 --seconds 60 --learning-rate 1e-3
 
-The last learns to find a pass key that stands up to 32768 tokens back, for evaluate.py --needle.
+The last learns to find a pass key that stands up to 32768 tokens back: evaluate.py --needle 32768
+needs room for the answer as well.
 
 Exit codes: 0 trained, 2 wrong usage or input, 130 interrupted.
 """
