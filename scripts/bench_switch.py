@@ -91,7 +91,7 @@ def make(folder: Path, size: str, layers: int) -> Path:
     shape = replace(get_shape("llama", size), layers=layers, vocab=4096)
     plain, output = folder / "bf16", folder / "fp8"
     make_model(plain, shape, device="cuda" if torch.cuda.is_available() else "cpu")
-    settings = {"scheme": "FP8_STATIC", "dataset": "python", "rounding": "nearest"}
+    settings: dict[str, Any] = {"scheme": "FP8_STATIC", "dataset": "python", "rounding": "nearest"}
     settings |= {"num_samples": 4, "max_seq_length": 128, "self_check": "off"}
     calibrate(make_recipe(settings), RunOptions(model=plain, output=output))
     shutil.rmtree(plain)
@@ -156,7 +156,7 @@ def before_and_after(model: Path, policy: str) -> dict[str, Any]:
         # that of the last one before, and not one that was switched half-way
         if not watched.statistics.switched:
             before, first = min(before, spent), tokens
-    found = {
+    found: dict[str, Any] = {
         "layers": len(watched.statistics.layers),
         "switched_layers": watched.statistics.switched,
         "ms_before": before,
