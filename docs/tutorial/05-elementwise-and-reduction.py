@@ -224,7 +224,7 @@ def gpu_rows(bandwidth: float):
 
 def h200_additions() -> list[dict]:
     """The same on one H200, at N = 1e6, 4e6 and 16e6."""
-    rows = book.measured_rows("operators.json", "rows", operation="vector add")
+    rows = book.measured_rows("operators-teaching.json", "rows", operation="vector add")
     sizes = [row["problem"] for row in rows] or ["1000000", "4000000", "16000000"]
     found = {row["problem"]: row for row in rows}
     return [
@@ -240,7 +240,7 @@ def h200_additions() -> list[dict]:
 
 if __name__ == "__main__":
     book.show(book.table(speed(), book.here("float32", True)))
-    book.show(book.table(h200_additions(), book.source("operators.json")))
+    book.show(book.table(h200_additions(), book.source("operators-teaching.json")))
 
 # %% [markdown]
 # ## A sum
@@ -327,7 +327,8 @@ def acceptance() -> list[book.Bar]:
     rows = book.measured_rows(file, "rows", implementation="oss_fused", status="ok")
     spread = [row["relative_std"] for row in rows]
     shares = [
-        row["share"] for row in book.measured_rows("operators.json", "rows", operation="vector add")
+        row["share"]
+        for row in book.measured_rows("operators-teaching.json", "rows", operation="vector add")
     ]
     return [
         book.Bar(
@@ -338,7 +339,10 @@ def acceptance() -> list[book.Bar]:
             at_most=True,
         ),
         book.Bar(
-            "vector addition of 16e6, of a copy", 0.9, (shares or [None])[-1], "operators.json"
+            "vector addition of 16e6, of a copy",
+            0.9,
+            (shares or [None])[-1],
+            "operators-teaching.json",
         ),
     ]
 

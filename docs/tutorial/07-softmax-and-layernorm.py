@@ -274,7 +274,11 @@ def h200_rows() -> list[dict]:
     for operation in ("softmax", "layer_norm"):
         for size in (1024, 2048, 4096, 8192):
             found = book.measured_rows(
-                "operators.json", "rows", operation=operation, implementation="oss_fused", size=size
+                "operators-rows.json",
+                "rows",
+                operation=operation,
+                implementation="oss_fused",
+                size=size,
             )
             row = found[0] if found else {}
             rows.append(
@@ -291,7 +295,7 @@ def h200_rows() -> list[dict]:
 
 if __name__ == "__main__":
     book.show(book.table(speed(), book.here("4 x 1024 float32", True)))
-    book.show(book.table(h200_rows(), book.source("operators.json")))
+    book.show(book.table(h200_rows(), book.source("operators-rows.json")))
 
 # %% [markdown]
 # ## The production version
@@ -341,10 +345,10 @@ def acceptance() -> list[book.Bar]:
     for operation in ("softmax", "layer_norm"):
         share = book.measured("summary.json", f"operators.{operation}.bandwidth_min")
         found.append(
-            book.Bar(f"{operation} of a copy, from 4096^2 on", 0.9, share, "operators.json")
+            book.Bar(f"{operation} of a copy, from 4096^2 on", 0.9, share, "operators-rows.json")
         )
         ratio = book.measured("summary.json", f"operators.{operation}.speedup_eager_min")
-        found.append(book.Bar(f"{operation} over eager PyTorch", 1.0, ratio, "operators.json"))
+        found.append(book.Bar(f"{operation} over eager PyTorch", 1.0, ratio, "operators-rows.json"))
     return found
 
 

@@ -225,7 +225,7 @@ def h200_convolutions() -> list[dict]:
         for name in ("oss_fused", "oss_fused bias relu"):
             problem = ConvolutionInput(*shape).label()
             found = book.measured_rows(
-                "operators.json",
+                "operators-convolution.json",
                 "rows",
                 operation="convolution",
                 implementation=name,
@@ -247,7 +247,7 @@ def h200_convolutions() -> list[dict]:
 
 if __name__ == "__main__":
     book.show(book.table(speed(), book.here("1x4x6x6 float32", True)))
-    book.show(book.table(h200_convolutions(), book.source("operators.json")))
+    book.show(book.table(h200_convolutions(), book.source("operators-convolution.json")))
 
 # %% [markdown]
 # ## The production version
@@ -290,7 +290,9 @@ def acceptance() -> list[book.Bar]:
         book.Bar(
             "bytes saved by bias and ReLU in the kernel, ResNet-50", 0.25, saved, "arithmetic"
         ),
-        book.Bar("implicit convolution of cuDNN's speed, NHWC", 0.8, ratio, "operators.json"),
+        book.Bar(
+            "implicit convolution of cuDNN's speed, NHWC", 0.8, ratio, "operators-convolution.json"
+        ),
     ]
 
 

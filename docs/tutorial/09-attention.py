@@ -298,7 +298,7 @@ def h200_levels() -> list[dict]:
         row = {"N": length}
         for level in "abc":
             found = book.measured_rows(
-                "operators.json",
+                "operators-teaching.json",
                 "rows",
                 operation="attention level",
                 implementation=f"level {level}",
@@ -313,7 +313,7 @@ def h200_levels() -> list[dict]:
 if __name__ == "__main__":
     book.show(book.table(speed(), book.here("1x1x64x16 float32", True)))
     note = "B 4, H 16, D 64, bfloat16; MiB beyond the operands."
-    book.show(book.table(h200_levels(), note, book.source("operators.json")))
+    book.show(book.table(h200_levels(), note, book.source("operators-teaching.json")))
 
 # %% [markdown]
 # ## Masks and windows
@@ -382,7 +382,11 @@ if __name__ == "__main__":
 def acceptance() -> list[book.Bar]:
     """Flash attention against FlashAttention 3, forward."""
     share = book.measured("summary.json", "operators.flash.vs_fa3_fwd_min")
-    return [book.Bar("flash attention of FlashAttention 3, forward", 0.6, share, "operators.json")]
+    return [
+        book.Bar(
+            "flash attention of FlashAttention 3, forward", 0.6, share, "attention-forward.json"
+        )
+    ]
 
 
 if __name__ == "__main__":
