@@ -6,6 +6,7 @@ r"""Tune kernels on this machine's GPU, or look after the cache of what was foun
     python scripts/tune.py fp8_gemm --sizes 1024x4096x4096 --memory 0.5
     python scripts/tune.py gated_mlp --sizes 64x2048x5632       # rows, hidden, intermediate
     python scripts/tune.py rmsnorm_rope --sizes 1x8192x4096x64  # batch, sequence, hidden, head
+    python scripts/tune.py convolution --sizes 32x256x256x14x3  # N, IC, OC, size, window
     python scripts/tune.py tiles --sizes 1x5120x2880 1024x5120x2880  # the FP8 GEMM's tile table
     python scripts/tune.py recovery --from "NVIDIA H200" --sizes 1x5120x2880 1024x5120x2880 \
         --output recovery.json --summary summary.json  # share of the tuned speed of its tiles here

@@ -125,3 +125,13 @@ FP8_GEMM_CONFIGS = ConfigSpace(
         "num_stages": (1, 2, 3, 4, 5),
     }
 )
+# output positions, output channels, channels of a step
+CONVOLUTION_CONFIGS = ConfigSpace(
+    {
+        "BLOCK_M": (32, 64, 128, 256),
+        "BLOCK_N": (16, 32, 64, 128),
+        "BLOCK_K": (16, 32, 64),
+        "num_warps": (2, 4, 8),
+        "num_stages": (1, 2, 3, 4),
+    }
+)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from oss_fused.bench.accuracy import Tolerance
+from oss_fused.bench.problems import ConvolutionInput
 from oss_fused.errors import SchemeError
 from oss_fused.kernels.op import get_kernel
 from oss_fused.specs import FP8GEMMInput, GatedMLPInput, RMSNormRoPEInput
 from oss_fused.tuning.space import (
+    CONVOLUTION_CONFIGS,
     FP8_GEMM_CONFIGS,
     GATED_MLP_CONFIGS,
     RMSNORM_ROPE_CONFIGS,
@@ -108,6 +110,31 @@ def _gated_mlp_reference(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) 
     return get_kernel("torch", "gated_mlp")(x, gate, up, None, None, "silu", "up")
 
 
+def _tuned_convolution(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, **config: int
+) -> torch.Tensor:
+    from oss_fused.kernels.convolution.triton import conv2d
+
+    pad = [w.shape[-1] // 2] * 2
+    return conv2d(x, w, bias, [1, 1], pad, [1, 1], True, "implicit", config or None)
+
+
+def _convolution_reference(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    pad = [w.shape[-1] // 2] * 2
+    return get_kernel("torch", "conv2d")(x, w, bias, [1, 1], pad, [1, 1], True, "implicit")
+
+
+def _convolution_target() -> Target:
+    return Target(
+        _tuned_convolution,
+        CONVOLUTION_CONFIGS,
+        _convolution_reference,
+        lambda problem, device: tuple(problem.make(device).values()),
+        ConvolutionInput,
+        "IMAGESxINxOUTxSIZExWINDOW",
+    )
+
+
 def _rmsnorm_rope_target() -> Target:
     return Target(
         _tuned_rmsnorm_rope,
@@ -137,6 +164,7 @@ def _fp8_gemm_target() -> Target:
 
 # name -> makes the target; scripts add their own
 TARGETS: dict[str, Callable[[], Target]] = {
+    "convolution": _convolution_target,
     "fp8_gemm": _fp8_gemm_target,
     "gated_mlp": _gated_mlp_target,
     "rmsnorm_rope": _rmsnorm_rope_target,
@@ -144,8 +172,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 
 def get_target(name: str) -> Target:
-    """The target ``name``: "fp8_gemm" is the product of many rows, "rmsnorm_rope" and "gated_mlp"
-    are what the library functions launch.
+    """The target ``name``: "fp8_gemm" is the product of many rows, "convolution" the portable
+    kernel with bias and ReLU in NHWC; "rmsnorm_rope" and "gated_mlp" are what the library functions
+    launch.
 
     Raises:
         SchemeError: unknown name.

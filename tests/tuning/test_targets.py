@@ -60,6 +60,7 @@ def test_tuner_on_a_real_kernel_rejects_the_wrong_and_keeps_the_right(tmp_path, 
         ("fp8_gemm", (48, 64, 64)),
         ("gated_mlp", (20, 64, 96)),
         ("rmsnorm_rope", (2, 40, 128, 32)),
+        ("convolution", (2, 20, 24, 9, 3)),
     ],
 )
 def test_targets_take_their_space_and_their_default(name, sizes, device):
