@@ -334,7 +334,9 @@ READ = {
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
         "rswa_prefix_lens seq_lens"
     ),
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "max_cudagraph_size",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
+        "aot_schedule max_cudagraph_size"
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
@@ -364,6 +366,7 @@ READ = {
     "vllm.v1.outputs:AsyncModelRunnerOutput": "get_output",
     "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner",
+    "vllm.v1.worker.utils:AttentionGroup": "get_metadata_builder kernel_block_size",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
         "_candidates _capture_descs cudagraph_mode graphs max_num_reqs pool vllm_config"
