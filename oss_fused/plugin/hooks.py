@@ -317,6 +317,7 @@ READ = {
     f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
     f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
+    f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",
@@ -380,4 +381,8 @@ READ = {
         "device dtype max_num_reqs model model_config vllm_config"
     ),
     f"{_WORKER}.sample.sampler:Sampler": "compute_nans return_sampling_mask trace_replay_state",
+    f"{_WORKER}.spec_decode.speculator:DraftModelSpeculator": (
+        "acceptance_estimator draft_logits model use_local_argmax_reduction"
+    ),
+    f"{_WORKER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator": "",
 }

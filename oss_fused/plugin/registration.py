@@ -160,10 +160,14 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
-    # with drafts vLLM adds sizes of its own, unless the largest one is given
-    if chosen == (None, None) and vllm_config.speculative_config is None:
+    drafts = vllm_config.speculative_config
+    # the number of drafts may depend on the batch: vLLM has a set of sizes for each
+    changing = drafts is not None and drafts.uses_dynamic_speculative_decoding()
+    if chosen == (None, None) and not changing:
         graphs.cudagraph_capture_sizes = graph_sizes(
-            scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            1 if drafts is None else 1 + drafts.num_speculative_tokens,
         )
 
 
@@ -191,17 +195,20 @@ def choose_worker(vllm_config: VllmConfig, burst: int | str) -> None:
 def _add_to_settings(
     settings: dict[str, Any], architecture: str, change: Callable[[VllmConfig], None]
 ) -> None:
-    """Have vLLM call ``change`` after its own settings for models of ``architecture``."""
+    """Have vLLM call ``change`` before its own settings for models of ``architecture``.
+
+    Its own do not overwrite what is set: those of gpt-oss end CUDA graphs at 1024 tokens.
+    """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     theirs = settings.get(architecture, VerifyAndUpdateConfig)
 
     class Changed(theirs):  # type: ignore[misc, valid-type]
-        """vLLM's settings of a model, then ``change``."""
+        """``change``, then vLLM's settings of a model."""
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
-            theirs.verify_and_update_config(vllm_config)
             change(vllm_config)
+            theirs.verify_and_update_config(vllm_config)
 
     settings[architecture] = Changed

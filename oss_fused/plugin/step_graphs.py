@@ -36,15 +36,18 @@ DRAFTS = ("ngram", "ngram_gpu", "eagle", "eagle3")
 logger = init_logger(f"vllm.{__name__}")
 
 
-def graph_sizes(most_tokens: int, most_requests: int) -> list[int]:
+def graph_sizes(most_tokens: int, most_requests: int, queries: int = 1) -> list[int]:
     """Tokens of the steps to record, ascending, for steps of up to ``most_tokens``.
 
-    Decode steps: vLLM's own sizes up to ``most_requests``. Steps with prompts: multiples of 16, and
-    above 256 of a sixteenth of the next power of two, so that padding adds at most an eighth.
+    Decode steps: vLLM's own numbers of requests up to ``most_requests``, with one token for each (a
+    draft model's steps with drafts), and with ``queries`` (steps that verify drafts). Steps with
+    prompts: multiples of 16, and above 256 of a sixteenth of the next power of two, so that padding
+    adds at most an eighth.
     """
     decode = {1, 2, 4, *range(8, 257, 8), *range(272, WHOLE_TOKENS + 1, 16), most_requests}
     largest = min(GRAPH_TOKENS, most_tokens)
-    sizes = {size for size in decode if size <= most_requests}
+    requests = {number for number in decode if number <= most_requests}
+    sizes = requests | {number * queries for number in requests}
     sizes.update(
         size for size in range(LEAST_TOKENS, largest + 1, 16) if size % _spacing(size) == 0
     )

@@ -10,13 +10,20 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from vllm.model_executor.models.config import GptOssForCausalLMConfig
 
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
 from oss_fused.plugin import burst_metrics, compat
 from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.registration import MODEL_CLASSES, prepare_server, register_all
+from oss_fused.plugin.registration import (
+    MODEL_CLASSES,
+    _add_to_settings,
+    prepare_server,
+    register_all,
+    shorten_steps,
+)
 from oss_fused.plugin.step_graphs import graph_sizes
 
 
@@ -242,6 +249,32 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     assert bool(counted) == (chosen == WORKER and options.get("burst") != 1)
 
 
+def _drafts(number, changing):
+    return SimpleNamespace(
+        num_speculative_tokens=number, uses_dynamic_speculative_decoding=lambda: changing
+    )
+
+
+@pytest.mark.parametrize("given", [None, 64])
+def test_graphs_of_gpt_oss(given):
+    # vLLM's own settings of gpt-oss end them at 1024 tokens where nobody chose
+    settings = {"GptOssForCausalLM": GptOssForCausalLMConfig}
+    _add_to_settings(settings, "GptOssForCausalLM", shorten_steps)
+    scheduler = {"scheduler_cls": None, "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    graphs = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": given}
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(**scheduler),
+        compilation_config=SimpleNamespace(**graphs),
+        structured_outputs_config=SimpleNamespace(reasoning_parser=""),
+        speculative_config=None,
+    )
+    settings["GptOssForCausalLM"].verify_and_update_config(config)
+    chosen = None if given else graph_sizes(8192, 256)
+    assert config.compilation_config.cudagraph_capture_sizes == chosen
+    assert config.compilation_config.max_cudagraph_capture_size == given
+    assert config.structured_outputs_config.reasoning_parser == "openai_gptoss"
+
+
 @pytest.mark.parametrize(
     ("changes", "graphs", "largest"),
     [
@@ -249,7 +282,8 @@ def test_which_worker(options, changes, chosen, monkeypatch):
         ({"max_num_batched_tokens": 300}, {}, 300),
         ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
-        ({"speculative_config": object()}, {}, None),
+        ({"drafts": (3, False)}, {}, 4096),
+        ({"drafts": (3, True)}, {}, None),
         ({"quantization": "fp8"}, {}, None),
         ({"options": {"short_step": False}}, {}, None),
         ({"runner_type": "draft"}, {}, None),
@@ -260,12 +294,14 @@ def test_which_worker(options, changes, chosen, monkeypatch):
         "the user's",
         "the user's sizes",
         "with drafts",
+        "with a changing number of drafts",
         "not ours",
         "switched off",
         "a draft",
     ],
 )
 def test_graphs_of_larger_steps(changes, graphs, largest):
+    drafts = changes.get("drafts")
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -280,12 +316,13 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
         ),
         compilation_config=SimpleNamespace(**sizes),
         parallel_config=SimpleNamespace(worker_cls="my.Worker"),
-        speculative_config=changes.get("speculative_config"),
+        speculative_config=drafts and _drafts(*drafts),
     )
     prepare_server(config)
     chosen = config.compilation_config.cudagraph_capture_sizes
+    queries = 1 if drafts is None else 1 + drafts[0]
     assert chosen == (
-        graph_sizes(largest, 256) if largest else graphs.get("cudagraph_capture_sizes")
+        graph_sizes(largest, 256, queries) if largest else graphs.get("cudagraph_capture_sizes")
     )
     assert config.compilation_config.max_cudagraph_capture_size == graphs.get(
         "max_cudagraph_capture_size"

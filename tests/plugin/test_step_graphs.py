@@ -38,7 +38,20 @@ def test_sizes_of_graphs(tokens, requests):
         assert padded - step < max(16, step // 8 + 1)
 
 
+@pytest.mark.parametrize("queries", [2, 4, 8, 9])
+def test_sizes_with_drafts(queries):
+    sizes = graph_sizes(8192, 256, queries)
+    assert set(graph_sizes(8192, 256)) <= set(sizes) and sizes[-1] == GRAPH_TOKENS
+    for requests in (1, 2, 3, 8, 31, 100, 256):
+        # steps that verify drafts, and the draft model's own
+        for tokens in (queries, 1):
+            manager = _manager(sizes, 256, queries=tokens)
+            desc = _replayed(manager, requests, requests * tokens, tokens)
+            assert desc.cg_mode == FULL and desc.num_reqs - requests < max(8, requests // 8)
+
+
 def test_few_sizes():
+    assert len(graph_sizes(8192, 256, 4)) < 100 and len(graph_sizes(8192, 256, 8)) < 100
     assert len(graph_sizes(8192, 1024)) < 110 and len(graph_sizes(8192, 256)) < 75
 
 
