@@ -15,12 +15,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import psutil
@@ -160,6 +162,7 @@ class Deployment:
         on: the nodes; the first one answers.
         port: of the API; the nodes find each other at the next one.
         scratch: folder for the logs.
+        ray: over a Ray cluster of the nodes, in place of vLLM's --nnodes.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Deployment:
         on: Sequence[Node],
         port: int,
         scratch: Path,
+        ray: bool = False,
     ) -> None:
         """Start it."""
         self.name, self.first, self.port = name, on[0], port
@@ -177,15 +181,20 @@ class Deployment:
         self.started = time.monotonic()
         for rank, node in enumerate(on):
             words = [*flags, "--served-model-name", name]
-            if len(on) > 1:
+            if ray:
+                words += ["--distributed-executor-backend", "ray", "--disable-custom-all-reduce"]
+            elif len(on) > 1:
                 words += ["--nnodes", str(len(on)), "--node-rank", str(rank)]
                 words += ["--master-addr", self.first.address, "--master-port", str(port + 1)]
                 # it needs one node; where both share a /dev/shm vLLM would try it
                 words += ["--disable-custom-all-reduce"]
             words += ["--headless"] if rank else ["--host", node.address, "--port", str(port)]
+            serve = [*VLLM_SERVE, str(model), *words]
+            if ray:
+                serve = _on_ray(f"{on[0].address}:{port + 1}", node, rank, serve)
             path = scratch / f"{name}-{time.monotonic_ns()}-node{rank}.log"
             with path.open("wb") as log:
-                command = [*node.prefix, *VLLM_SERVE, str(model), *words]
+                command = [*node.prefix, *serve]
                 self.processes.append(processes.start(command, log, _environment(node)))
             self.logs.append(path)
 
@@ -250,6 +259,26 @@ class Deployment:
         """End all its processes."""
         for process in self.processes:
             processes.stop(process, patience=2)
+
+
+def _on_ray(cluster: str, node: Node, rank: int, serve: list[str]) -> list[str]:
+    """The node's part of a Ray cluster; on the first node ``serve`` as well, in the same mounts."""
+    at = f"--address={cluster}"
+    if rank == 0:
+        at = f"--head --port={cluster.rpartition(':')[2]} --include-dashboard=false"
+    begin = (
+        f"{sys.executable} -m ray.scripts.scripts start {at} --node-ip-address={node.address} "
+        "--block --disable-usage-stats --num-gpus=1 --num-cpus=4"
+    )
+    # sockets and addresses of the node, which Ray keeps below /tmp/ray
+    own = "mkdir -p /tmp/ray && mount -t tmpfs ray /tmp/ray;" if node.namespace else ""
+    if rank:
+        # until the head is there
+        return ["sh", "-c", f"{own} for i in 1 2 3 4 5; do sleep 2; {begin} && break; done"]
+    wait = f'import ray, time; ray.init("{cluster}")\nwhile len(ray.nodes()) < 2: time.sleep(0.2)'
+    both = f"{sys.executable} -c '{wait}'"
+    then = f"export RAY_ADDRESS={cluster}; exec {join(serve)}"
+    return ["sh", "-c", f"{own} ({begin}) & sleep 4; {both} && {then}"]
 
 
 def _environment(node: Node) -> dict[str, str]:

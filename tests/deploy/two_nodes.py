@@ -4,13 +4,15 @@
     python -m tests.deploy.two_nodes REPORT.json --ray                      # CPU, some minutes
     python -m tests.deploy.two_nodes REPORT.json --model FOLDER --together  # two GPUs
 
-Serves oss_fp8 on one node, then over two (nodes.py) through vLLM's ``--nnodes 2``, with tensor and
-with pipeline parallel size 2; on GPUs also data parallel size 2 with expert parallelism on one
-node. All must agree with one rank within the tolerance of parallel.py, and two nodes with one of
-the same layout. Over two nodes (with --together in the first such layout) it kills the second
-node's worker, expects the server to end, starts both again and expects the answer of before. Last
-it takes the time per token of each. With --ray (and Ray on the path) it records what vLLM's CPU
-build says to a Ray cluster over both nodes. REPORT is written after every step. Run it as root.
+Serves oss_fp8 on one node, then over two (nodes.py) through vLLM's ``--nnodes 2``, with tensor
+and with pipeline parallel size 2; on GPUs also data parallel size 2 with expert parallelism on
+one node, and, with Ray on the path, tensor parallel size 2 over a Ray cluster. All must agree
+with one rank within the tolerance of parallel.py, and two nodes with one of the same layout. Over
+two nodes (with --together in the first such layout) it kills the second node's worker, expects
+the server to end, starts both again and expects the answer of before. Last it takes the time per
+token of each. With --ray (and Ray on the path) it records what vLLM's CPU build says to a Ray
+cluster over both nodes.
+REPORT is written after every step. Run it as root.
 Exit codes: 0 all agree, 1 otherwise.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib.util
 import json
 import os
 import random
@@ -48,12 +51,15 @@ FAILED = (OSError, http.client.HTTPException)
 BATCHES, REPEATS = (1, 8), 3
 # tokens of a prompt, and of the answers whose time is taken
 PROMPT, SHORT, LONG = 64, 1, 97
+# the layout whose nodes are a Ray cluster
+RAY = "two_nodes_ray_tp2"
 # layout -> how many nodes, flags, and the layout whose text it must repeat but for rounding
 LAYOUTS: dict[str, tuple[int, str, str | None]] = {
     "tp1": (1, "", None),
     "tp2": (1, "--tensor-parallel-size 2", "tp1"),
     "two_nodes_tp2": (2, "--tensor-parallel-size 2", "tp2"),
     "two_nodes_pp2": (2, "--pipeline-parallel-size 2", "tp1"),
+    RAY: (2, "--tensor-parallel-size 2", "tp2"),
     "dp2_ep": (1, "--data-parallel-size 2 --enable-expert-parallel", "tp1"),
 }
 FLAGS = "--quantization oss_fp8 --max-model-len 512 --max-num-seqs 8 --no-enable-prefix-caching"
@@ -95,7 +101,8 @@ class Run:
         gpus = {"CUDA_VISIBLE_DEVICES": "0,1" if flags else "0"}
         on = self.both if count > 1 else [Node(variables=gpus)]
         port = 8000 + 10 * list(LAYOUTS).index(name)
-        self.up[name] = Deployment(name, self.args.model, words, on, port, self.scratch)
+        ray = name == RAY
+        self.up[name] = Deployment(name, self.args.model, words, on, port, self.scratch, ray)
 
     def stop(self, *names: str) -> None:
         ending = [self.up.pop(name) for name in names]
@@ -203,7 +210,7 @@ def fail_over(run: Run, name: str) -> bool:
 def serve(run: Run) -> bool:
     """All layouts; whether all answered and agree."""
     groups = [run.args.layouts] if run.args.together else [[name] for name in run.args.layouts]
-    killed = [name for name in run.args.layouts if LAYOUTS[name][0] > 1]
+    killed = [name for name in run.args.layouts if LAYOUTS[name][0] > 1 and name != RAY]
     killed = killed[: 1 if run.args.together else None]
     good = True
     for group in groups:
@@ -321,7 +328,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("report", type=Path)
     # vLLM's own kernel for bf16 experts, which TINY has, fails with expert parallelism on a CPU
-    default = [name for name in LAYOUTS if has_gpu() or name != "dp2_ep"]
+    default = [name for name in LAYOUTS if has_gpu() or name not in ("dp2_ep", RAY)]
+    if importlib.util.find_spec("ray") is None and RAY in default:
+        default.remove(RAY)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=default)
     parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--together", action="store_true", help="all servers at once")

@@ -26,9 +26,7 @@ def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, **changes):
     weight = torch.randn(known, HIDDEN, generator=generator)
     model.lm_head = torch.nn.Identity()
     model.lm_head.tp_size = 1
-    model.lm_head.shard_indices = SimpleNamespace(
-        num_org_vocab_padding=0, org_vocab_start_index=0
-    )
+    model.lm_head.shard_indices = SimpleNamespace(num_org_vocab_padding=0, org_vocab_start_index=0)
     model.lm_head.quant_method = SimpleNamespace(apply=lambda _, x, bias=None: x @ weight.T)
     processor = model.logits_processor = LogitsProcessor.__new__(LogitsProcessor)
     torch.nn.Module.__init__(processor)
