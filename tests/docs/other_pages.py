@@ -48,10 +48,32 @@ def _drafts() -> Passages:
     ]
 
 
+def _kv_cache() -> Passages:
+    """FP8 against bf16 on text and keys, at two lengths."""
+    runs = {length: load(f"h200/kv_fp8_text_{length // 1024}k.json") for length in (8192, 32768)}
+    fp8 = [run["texts"][0]["candidates"][0] for run in runs.values()]
+    training = "trained for {:.0f} s to find", [load("h200/kv_fp8_training.json")["seconds"]]
+    found = [
+        (
+            f"keys found, {label} | {{:.0f}} % | {{:.0f}} % |",
+            [100 * run["needles"][place]["by_length"][str(n)] for n, run in runs.items()],
+        )
+        for place, label in enumerate(("bf16", "FP8"))
+    ]
+    return [
+        training,
+        ("windows of {:.0f} tokens | of {:.0f} tokens", list(runs)),
+        ("times bf16's | {:.4f} | {:.4f} |", [row["perplexity_factor"] for row in fp8]),
+        ("from bf16, nats | {:.4f} | {:.4f} |", [row["kl_divergence"] for row in fp8]),
+        *found,
+    ]
+
+
 def serving() -> Passages:
     monitor = load("h200/monitor.json")
     return [
         *_drafts(),
+        *_kv_cache(),
         (
             "a sample takes {:.1f} ms more than its step of {:.1f} ms",
             [monitor["batch_32"]["sample_extra_ms"], monitor["batch_32"]["step_ms"]],
