@@ -24,6 +24,7 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,20 +110,22 @@ def measure(args: argparse.Namespace, vocab: int, results: dict[str, Any], folde
         quality = Quality(args, vocab, folder, stack)
 
         def collect() -> None:
-            # nothing else may use the device while times are taken
             try:
                 results["quality"] = quality.figures()
+                print("quality: measured", file=sys.stderr, flush=True)
             except ServerError as error:
                 failed(error)
             write(args, results)
 
-        plan = speed_plan(args)
+        # in a thread: what is measured is written even if the other pair never starts
+        waiting = threading.Thread(target=collect, daemon=True)
+        waiting.start()
         try:
-            measured = decode.run(plan, folder, collect)
+            # nothing else may use the device while times are taken
+            measured = decode.run(speed_plan(args), folder, waiting.join)
         except ServerError as error:
             failed(error)
-            if "quality" not in results:
-                collect()
+            waiting.join()
             return
     cells = decode_figures.condense(measured["measurements"], "fp8", ["bf16"])
     results["speed"] = {"cells": cells} | {k: v for k, v in measured.items() if k != "profiles"}

@@ -48,6 +48,31 @@ def _drafts() -> Passages:
     ]
 
 
+def _kv_cache_times() -> Passages:
+    """Of gpt-oss-20b's shape: a row per context, and how far logits are apart."""
+    results = load("h200/kv_fp8.json")
+    times = {
+        (cell["context"], cell["batch"], cell["steps"] > 0): [
+            cell["arms"][name]["ms"] for name in ("bf16", "fp8")
+        ]
+        for cell in results["speed"]["cells"]
+    }
+    found: Passages = []
+    for context, batches in ((8192, (1, 8, 32)), (32768, (1, 8))):
+        steps = [ms for batch in batches for ms in times[context, batch, True]]
+        cells = " | ".join(["{:.3f} / {:.3f}"] * len(batches) + [""] * (3 - len(batches)))
+        row = f"step at {{:.0f}} positions | {cells} | {{:.1f}} / {{:.1f}} |"
+        found.append((row.replace("|  |", "| |"), [context, *steps, *times[context, 1, False]]))
+    quality = results["quality"]
+    kl = [row[kind]["kl"] for row in quality["fp8"]["prompts"] for kind in ("prefill", "decode")]
+    floor = [row["prefill_from_decode"]["kl"] for row in quality["bf16"]["prompts"]]
+    return [
+        *found,
+        ("bf16 cache is {:.4f} to {:.4f}", [min(kl), max(kl)]),
+        ("differs by {:.4f} to {:.4f}", [min(floor), max(floor)]),
+    ]
+
+
 def _kv_cache() -> Passages:
     """FP8 against bf16 on text and keys, at two lengths."""
     runs = {length: load(f"h200/kv_fp8_text_{length // 1024}k.json") for length in (8192, 32768)}
@@ -61,6 +86,7 @@ def _kv_cache() -> Passages:
         for place, label in enumerate(("bf16", "FP8"))
     ]
     return [
+        *_kv_cache_times(),
         training,
         ("windows of {:.0f} tokens | of {:.0f} tokens", list(runs)),
         ("times bf16's | {:.4f} | {:.4f} |", [row["perplexity_factor"] for row in fp8]),
