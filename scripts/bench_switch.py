@@ -4,8 +4,9 @@
 
 Makes layers of a Llama's shape with random weights and static activation scales that are far too
 small, so that every linear saturates. Then it times one request: before the switch, the first one
-behind it (on a GPU it records its CUDA graph again), those that follow, without graphs, and after a
-restart with the policy that the switch has written. The last two have to give the same tokens.
+behind it (on a GPU it records its CUDA graph again), those that follow, and without graphs. A
+second engine starts at the same time with all linears in its policy, as a restart would have them.
+Its tokens have to be those of the first engine after the switch.
 
   bench_switch.py --output docs/results/h200/monitor_switch.json
 
@@ -21,7 +22,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,8 @@ TOKENS, PROMPT = 96, list(range(10, 74))
 SHRUNK = 1e-3
 # seconds in which the monitor has to act
 PATIENCE = 30
+# a file that says that the first engine's times are taken
+MEASURED = "measured"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,13 +58,14 @@ def main(argv: list[str] | None = None) -> int:
         "settings": {"size": args.size, "layers": args.layers, "tokens": TOKENS},
     }
     with tempfile.TemporaryDirectory(prefix="oss-fused-switch-") as folder:
-        os.environ.setdefault("OSS_FUSED_MONITOR_DIR", f"{folder}/figures")
-        model = alone(make, Path(folder), args.size, args.layers)
-        policy = f"{folder}/policy.json"
-        measured = alone(before_and_after, model, policy)
-        tokens = measured.pop("tokens")
-        write_json(args.output, results | measured)
-        again = alone(restarted, model, policy)
+        with processes(1) as pool:
+            model = pool.submit(make, Path(folder), args.size, args.layers).result()
+        with processes(2) as pool:
+            second = pool.submit(restarted, model, args.layers, Path(folder))
+            measured = pool.submit(before_and_after, model, Path(folder)).result()
+            tokens = measured.pop("tokens")
+            write_json(args.output, results | measured)
+            again = second.result()
     results |= measured | {"ms_restarted": again["ms_restarted"]}
     results["same_tokens_as_restart"] = tokens["switched"] == again["tokens"]
     results["same_tokens_as_before"] = tokens["switched"] == tokens["before"]
@@ -71,11 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     return int(not (results["same_tokens_as_restart"] and results["switched_layers"]))
 
 
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """``function`` in a process of its own, which leaves nothing behind."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *args).result()
+def processes(count: int) -> ProcessPoolExecutor:
+    """Workers in processes of their own, which leave nothing behind."""
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
 
 
 def make(folder: Path, size: str, layers: int) -> Path:
@@ -104,8 +105,9 @@ def make(folder: Path, size: str, layers: int) -> Path:
     return output
 
 
-def start(model: Path, options: dict[str, Any]) -> Any:
+def start(model: Path, policy: Path, options: dict[str, Any]) -> Any:
     """The engine, with CUDA graphs on a GPU."""
+    os.environ["OSS_FUSED_MONITOR_DIR"] = f"{policy}.figures"
     import torch
     from vllm import LLM
 
@@ -118,7 +120,9 @@ def start(model: Path, options: dict[str, Any]) -> Any:
         kv_cache_memory_bytes=2**29,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        additional_config={"oss_fused": {"monitor_every": 200, **options}},
+        additional_config={
+            "oss_fused": {"monitor_every": 200, "monitor_policy": str(policy), **options}
+        },
         **(graphs if torch.cuda.is_available() else {"enforce_eager": True}),
     )
 
@@ -139,11 +143,11 @@ def fastest(engine: Any, runs: int = 4) -> tuple[float, list[int]]:
     return min(request(engine) for _ in range(runs))
 
 
-def before_and_after(model: Path, policy: str) -> dict[str, Any]:
+def before_and_after(model: Path, folder: Path) -> dict[str, Any]:
     """Times around the switch of one engine."""
     import torch
 
-    engine = start(model, {"monitor_policy": policy, "monitor_fallback": "now"})
+    engine = start(model, folder / "policy.json", {"monitor_fallback": "now"})
     from oss_fused.plugin.monitor.watch import current
 
     watched = current()
@@ -171,12 +175,25 @@ def before_and_after(model: Path, policy: str) -> dict[str, Any]:
         manager.graphs.clear()
         found["ms_without_graphs"] = fastest(engine)[0]
     found["tokens"] = {"before": first, "switched": tokens}
+    (folder / MEASURED).touch()
     return found
 
 
-def restarted(model: Path, policy: str) -> dict[str, Any]:
-    """Time and tokens of a start with the policy that the switch has written."""
-    engine = start(model, {"monitor_policy": policy})
+def restarted(model: Path, layers: int, folder: Path) -> dict[str, Any]:
+    """Time and tokens of a start with all linears in the policy."""
+    from oss_fused.plugin.monitor.policy import add_layers
+
+    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    policy = folder / "restart.json"
+    add_layers(
+        str(policy),
+        {f"model.layers.{layer}.{name}": "saturates" for layer in range(layers) for name in names},
+    )
+    engine = start(model, policy, {})
+    # one engine at a time has the device while times are taken
+    end = time.monotonic() + 4 * PATIENCE
+    while not (folder / MEASURED).exists() and time.monotonic() < end:
+        time.sleep(0.1)
     request(engine)
     spent, tokens = fastest(engine)
     return {"ms_restarted": spent, "tokens": tokens}

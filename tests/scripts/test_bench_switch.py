@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,8 +28,14 @@ def test_tokens_must_be_those_of_a_restart(switched, restarted, status, tmp_path
         "before_and_after": {"switched_layers": switched, "ms_after": 1.0, "tokens": tokens},
         "restarted": {"ms_restarted": 2.0, "tokens": restarted},
     }
-    monkeypatch.setattr(script, "alone", lambda function, *args: answers[function.__name__])
-    monkeypatch.setenv("OSS_FUSED_MONITOR_DIR", "")
+    pool = contextlib.nullcontext(
+        SimpleNamespace(
+            submit=lambda function, *args: SimpleNamespace(
+                result=lambda: answers[function.__name__]
+            )
+        )
+    )
+    monkeypatch.setattr(script, "processes", lambda count: pool)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     assert script.main(["--output", str(tmp_path / "switch.json")]) == status
     results = json.loads((tmp_path / "switch.json").read_text())
