@@ -94,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=2, help="measurements per load and arm (default: 2)")
     add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
+    add("--host", type=int, nargs="*", default=[], help="batches whose host time is taken")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
     add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
@@ -106,7 +107,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
     """The arms; ends with a usage error where arguments make no sense."""
     if len(args.arm) < 2 or not args.output:
         parser.error("--arm (two or more) and --output are required (or --render)")
-    for name in ("batches", "contexts", "profile"):
+    for name in ("batches", "contexts", "profile", "host"):
         values = getattr(args, name)
         if len(set(values)) != len(values) or any(value < 1 for value in values):
             parser.error(f"--{name} {values}: expected different numbers of at least 1")
@@ -152,6 +153,7 @@ def measure(
             *(decode.Cell(batch, args.contexts[0], 8) for batch in args.profile),
             *([decode.Cell(1, args.prefill, 0)] if args.profile else []),
         ],
+        hosts=[decode.Cell(batch, args.contexts[0], args.steps) for batch in args.host],
         rounds=args.rounds,
         gpu=has_gpu(),
         flags=args.engine_flags,

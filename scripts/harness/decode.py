@@ -64,6 +64,7 @@ class DecodeBenchmark:
     arms: Sequence[Arm]
     cells: Sequence[Cell]
     profiles: Sequence[Cell] = ()
+    hosts: Sequence[Cell] = ()
     rounds: int = 2
     gpu: bool = False
     flags: Sequence[str] = ()
@@ -75,7 +76,7 @@ class DecodeBenchmark:
 
     def flags_of(self, arm: Arm) -> list[str]:
         """All engine flags of an arm: what fits the cells, the common ones, its own."""
-        cells = [*self.cells, *self.profiles]
+        cells = [*self.cells, *self.profiles, *self.hosts]
         # the first sequences of a large batch decode while the last ones are prefilled
         longest = max(_positions(cell) for cell in cells)
         decoding = sorted({cell.batch for cell in cells if cell.steps} | {1})
@@ -189,14 +190,15 @@ def run(
     Returns:
         "arms" (name -> command line, seconds to start), "failed" (name -> why; the last arm must
         run), "measurements" (one dict per arm, cell and round, with "ms" per step and "distinct"),
-        "profiles" (arm, cell, and what WorkerExtension.oss_profile_stop returns) and "bandwidth"
-        in bytes per second.
+        "profiles" (arm, cell, and what WorkerExtension.oss_profile_stop returns), "host" (arm,
+        cell, and what Measure.host returns) and "bandwidth" in bytes per second.
 
     Raises:
         ServerError: the last arm or all others do not start, or one fails before anything was
             measured; later failures end the measurement and are named under "stopped".
     """
     results: dict[str, Any] = {"arms": {}, "failed": {}, "measurements": [], "profiles": []}
+    results["host"] = []
     with ExitStack() as stack:
         started = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
         engines = [engine for engine in started if _warm_up(plan, engine, results)]
@@ -205,6 +207,8 @@ def run(
         before()
         results["bandwidth"] = engines[0].ask({"do": "bandwidth"})["bytes_per_second"]
         try:
+            for cell in plan.hosts:
+                results["host"] += [_host(engine, cell, plan.seed) for engine in engines]
             for place, (number, cell) in enumerate(plan.schedule()):
                 if place and time.monotonic() > plan.deadline:
                     results["stopped"] = "time is up"
@@ -252,6 +256,11 @@ def _row(plan: DecodeBenchmark, engine: Engine, cell: Cell, number: int) -> dict
     median = statistics.median(answer["ms"])
     plan.say(f"[{number + 1}] {engine.arm.name:<16} {cell.key:<20} {median:9.3f} ms")
     return {"arm": engine.arm.name, "round": number, **asdict(cell), **answer}
+
+
+def _host(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:
+    answer = engine.ask({"do": "host", **asdict(cell), "seed": seed})
+    return {"arm": engine.arm.name, "batch": cell.batch, "context": cell.context, **answer}
 
 
 def _profile(engine: Engine, cell: Cell, seed: int) -> dict[str, Any]:

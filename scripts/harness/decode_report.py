@@ -62,6 +62,8 @@ def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
     _prefill(report, results, arms)
     if results["profiles"]:
         _profiles(report, results, arms, draw)
+    if results.get("host"):
+        _host(report, results["host"], arms)
     report.heading("Arms")
     for name in arms:
         arm = results["arms"][name]
@@ -182,6 +184,27 @@ def _profiles(report: Report, results: Mapping[str, Any], arms: Sequence[str], d
         batch, context, decode = load
         report.heading(f"Decode, batch {batch}" if decode else f"Prefill, {batch} x {context}", 3)
         _profile_table(report, _of(profiles, load), arms)
+
+
+def _host(report: Report, rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> None:
+    report.heading("Host time of a step")
+    report.paragraph(
+        "Milliseconds in the methods of vLLM's model runner, which launch and do not wait for the "
+        "device, unless its queue is full; mean over the steps. With drafts a step gives several "
+        "tokens."
+    )
+    parts = list(dict.fromkeys(part for row in rows for part in row["host_ms"]))
+    table = [
+        [
+            f"{row['batch']} x {row['context']}",
+            row["arm"],
+            f"{row['ms']:.3f}",
+            f"{row['tokens']:.2f}",
+            *(f"{row['host_ms'][part]:.3f}" if part in row["host_ms"] else "" for part in parts),
+        ]
+        for row in sorted(rows, key=lambda row: (row["batch"], arms.index(row["arm"])))
+    ]
+    report.table(["batch x context", "arm", "step, ms", "tokens of a sequence", *parts], table)
 
 
 def _of(

@@ -8,6 +8,7 @@ is {"error": ...} where something failed:
     {"do": "decode", "batch", "context", "steps", "seed"} -> {"ms": [...], "distinct": share}
     {"do": "prefill", "batch", "context", "seed"} -> {"ms": [...]}
     {"do": "profile", "batch", "context", "steps", "seed"} -> of WorkerExtension; 0 steps: prefill
+    {"do": "host", "batch", "context", "steps", "seed"} -> {"ms", "tokens", "host_ms": {part: ms}}
     {"do": "bandwidth"} -> {"bytes_per_second"}
 
 The scheduler runs in vLLM's own engine process, as it does when serving. Equal seeds give equal
@@ -97,6 +98,21 @@ class Measure:
         result = self.engine.collective_rpc("oss_profile_stop")[0]
         self.engine.abort_request(names)
         return dict(result)
+
+    def host(self, batch: int, context: int, steps: int, seed: int) -> dict[str, Any]:
+        """Milliseconds of an engine step, tokens that it gives a sequence, and its host time.
+
+        Bursts must be off. With drafts a step verifies them and drafts again.
+        """
+        time.sleep(_IDLE)
+        names = self._start(batch, context, seed)
+        self.engine.collective_rpc("oss_host_start")
+        begin = time.perf_counter()
+        tokens = sum(len(ids) for _ in range(steps) for ids in self._step().values())
+        wall = time.perf_counter() - begin
+        parts = self.engine.collective_rpc("oss_host_stop")[0]
+        self.engine.abort_request(names)
+        return {"ms": 1e3 * wall / steps, "tokens": tokens / steps / batch, "host_ms": parts}
 
     def bandwidth(self) -> dict[str, Any]:
         """Copy bandwidth of the device."""

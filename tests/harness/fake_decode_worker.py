@@ -27,6 +27,9 @@ def main() -> None:
             names = [*STEP, "argmax"]
             launches = [[i % 8, 10.0 * i, 8.0 / speed] for i in range(8 * steps)]
             answer = {"steps": steps, "names": names, "launches": launches}
+        elif what == "host":
+            parts = {"forward": 0.5 / speed} | ({"drafts": 0.25} if speed > 1 else {})
+            answer = {"ms": 3.0 / speed, "tokens": 2.5, "host_ms": parts}
         elif what == "bandwidth":
             answer = {"bytes_per_second": 4e12}
         elif request["batch"] == 13 or request["context"] == 19:

@@ -4,7 +4,8 @@
 from types import SimpleNamespace
 
 import pytest
-from harness import decode_worker
+from harness import decode_extension, decode_worker
+from harness.decode_extension import WorkerExtension
 from harness.decode_worker import SETTLE, WINDOW, Measure
 
 
@@ -44,3 +45,54 @@ def test_a_step_is_a_token_of_each_sequence(burst, monkeypatch):
     steps = clock[0] * 1e3 / burst - 1 - SETTLE
     assert 48 <= steps * burst < 48 + burst
     assert engine.aborted == engine.names
+
+
+class Runner:
+    """A model runner whose methods take 2 and 3 ms, and which may draft in 1 ms of the latter."""
+
+    def __init__(self, clock, drafts):
+        self.clock, self.model_state = clock, SimpleNamespace()
+        self.speculator = SimpleNamespace(propose=lambda: self.spend(1)) if drafts else None
+
+    def spend(self, ms):
+        self.clock[0] += ms * 1e-3
+
+    def execute_model(self):
+        self.spend(2)
+
+    def sample_tokens(self):
+        self.spend(2)
+        if self.speculator:
+            self.speculator.propose()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_host_time_by_part(drafts, monkeypatch):
+    clock = [0.0]
+    for module in (decode_worker, decode_extension):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    extension = WorkerExtension()
+    runner = extension.model_runner = Runner(clock, drafts)
+
+    class Hosted(Engine):
+        """Its steps run the runner; the process beside it takes 1 ms."""
+
+        def step(self):
+            runner.execute_model()
+            runner.sample_tokens()
+            runner.spend(1)
+            return super().step()
+
+        def collective_rpc(self, name):
+            return [getattr(extension, name)()]
+
+    kind = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=None))
+    vllm = SimpleNamespace(SamplingParams=lambda **options: options, sampling_params=kind)
+    engine = Hosted(2, clock)
+    found = Measure(vllm, engine).host(batch=3, context=16, steps=10, seed=0)
+    # the engine's own step takes as many milliseconds as it has tokens
+    assert found["ms"] == pytest.approx(2 + 2 + drafts + 1 + 2) and found["tokens"] == 2
+    assert list(found["host_ms"].values()) == pytest.approx([2, 3, 1] if drafts else [2, 2])
+    assert engine.aborted == engine.names
+    # the methods are the class's again
+    assert not {"execute_model", "sample_tokens"} & vars(runner).keys()

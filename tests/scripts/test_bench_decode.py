@@ -38,6 +38,7 @@ def arms(tmp_path):
 def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     out, summary = tmp_path / "out", tmp_path / "summary.json"
     options = ["--batches", "1", "2", "--contexts", "16", "--profile", "1", "2", "--name", "m"]
+    options += ["--host", "2", "1"]
     common = ["--output", str(out), "--summary", str(summary)]
     assert script.main([*arms, *options, "--prefill", "64", *common]) == 0
     results = json.loads((out / "results.json").read_text())
@@ -51,6 +52,8 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     assert steps == {1: 384, 2: 192}, "few sequences take more steps"
     report = (out / "report.md").read_text()
     assert "2.00 (2.00-2.00)" in report and "### Decode, batch 2" in report
+    assert "| 1 x 16 | oss_fp8 | 1.500 | 2.50 | 0.250 | 0.250 |" in report
+    assert [row["batch"] for row in results["host"]] == [2, 2, 1, 1]
     assert (out / "step-batch-2.png").stat().st_size > 5000
     assert "<table>" in (out / "report.html").read_text()
     (out / "report.md").unlink()
