@@ -37,9 +37,20 @@ def on_config(config: Any) -> Any:
         if "Tutorial" in entry:
             entry["Tutorial"] = tutorial_nav()
         if "Results" in entry:
-            reports = sorted((DOCS / "results").rglob("*.md"))
-            entry["Results"] = [path.relative_to(DOCS).as_posix() for path in reports]
+            entry["Results"] = results_nav(sorted((DOCS / "results").rglob("*.md")))
     return config
+
+
+def results_nav(reports: list[Path]) -> list[Any]:
+    """Reports by their device, named for their folder or file: titles repeat. Notes have titles."""
+    groups: dict[str, list[Any]] = {}
+    for path in reports:
+        device, *folders, file = path.relative_to(DOCS / "results").parts
+        page = path.relative_to(DOCS).as_posix()
+        name = folders[-1] if folders else Path(file).stem
+        group = groups.setdefault(device, [])
+        group.append(page if device == "notes" else {name.replace("_", " "): page})
+    return [{name: pages} for name, pages in groups.items()]
 
 
 def tutorial_nav() -> list[Any]:

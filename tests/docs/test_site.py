@@ -102,6 +102,18 @@ def test_the_navigation_names_every_page_once():
     )
 
 
+def test_reports_are_named_apart(hooks):
+    pages = sorted((ROOT / "docs/results").rglob("*.md"))
+    groups = hooks.results_nav(pages)
+    names = {next(iter(group)): next(iter(group.values())) for group in groups}
+    assert set(names) == {"h200", "h200x2", "notes"}
+    assert sum(map(len, names.values())) == len(pages)
+    for device in ("h200", "h200x2"):
+        titles = [title for page in names[device] for title in page]
+        assert len(set(titles)) == len(titles) and "decode gpt oss 20b" in titles
+    assert "results/notes/calibration.md" in names["notes"]
+
+
 def test_the_lock_is_complete_and_pinned():
     lines = (SITE / "requirements.lock").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
