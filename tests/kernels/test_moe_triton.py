@@ -8,6 +8,7 @@ import torch
 from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
+from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
 from oss_fused.kernels.op import get_kernel
 
@@ -158,3 +159,23 @@ def test_many_tokens_of_other_shapes_and_a_part_of_the_experts(device, hidden, i
     expert_map = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1], dtype=torch.int32, device=device)
     actual, expected = run(layer, 0.05 * x, logits, expert_map=expert_map, fp8=fp8)
     assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else 2 * SAME_ARITHMETIC)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("hidden,inter", [(192, 160), (128, 96), (2880, 2880)])
+def test_tens_of_tokens_for_each_expert(device, hidden, inter, rows):
+    if not runs_gluon(device):
+        pytest.skip("needs a Hopper GPU and Gluon")
+    # the first expert gets the token with NaN, the second none
+    counts = torch.tensor([1, 0, 15, 17, 33, rows, 100])
+    layer = Layer(hidden, inter, len(counts)).to(device)
+    x, logits = inputs(device, int(counts.sum()), hidden, len(counts))
+    owner = torch.arange(len(counts)).repeat_interleave(counts).to(device)
+    logits[torch.arange(len(owner), device=device), owner] += 50
+    x[0, 5] = float("nan")
+    config = MoEConfig(rows, Tile(1, 1, 4), Tile(1, 1, 4), False, stream=True)
+    actual, expected = run(layer, 0.05 * x, logits, top_k=1, config=config)
+    again, _ = run(layer, 0.05 * x, logits, top_k=1, config=config)
+    assert actual[0].isnan().all() and torch.equal(actual[1:], again[1:])
+    assert relative_error(actual[1:], expected[1:]) < SAME_ARITHMETIC

@@ -34,7 +34,7 @@ class Tile:
 @dataclass(frozen=True)
 class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
-    whether the kernels for many tokens run where there are such.
+    whether the kernels for many tokens, or for tens of tokens an expert, run.
     """
 
     rows: int
@@ -42,6 +42,12 @@ class MoEConfig:
     down: Tile
     promote: bool
     large: bool = False
+    stream: bool = False
+
+    @property
+    def sorted_codes(self) -> bool:
+        """Whether the codes of x lie in the order of the pairs, not of the tokens."""
+        return self.large or self.stream
 
 
 def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> MoEConfig:
@@ -51,12 +57,14 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
         pairs: T * top_k.
         experts: of this rank.
         fp8: FP8 activations, one level instead of two.
-        gluon: the device runs the kernels for many tokens.
+        gluon: the device runs the kernels for many tokens, and for tens of tokens.
     """
     mean = pairs / experts
     single, wide = Tile(1, 1, 4), Tile(2, 1, 4)
     if gluon and mean > (160 if fp8 else 96):
         return MoEConfig(256 if fp8 and mean >= 384 else 128, wide, wide, False, large=True)
+    if gluon and not fp8 and mean > 12:
+        return MoEConfig(32 if mean <= 24 else 64, wide, wide, False, stream=True)
     if fp8:
         if mean <= 24:
             return MoEConfig(32, wide, single, False)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -132,14 +134,25 @@ def encode(
     config: MoEConfig,
 ) -> Routing:
     """Routing, and x as codes: a row a token, for many tokens one for each sorted pair."""
-    given = None if config.large else x
+    given = None if config.sorted_codes else x
     routing = route(
         router_logits, top_k, renormalize, expert_map, experts, config.rows, given, levels
     )
-    if config.large:
+    if config.sorted_codes:
         codes, scale = encode_rows(x.contiguous(), levels, place=routing.place)
         routing = routing._replace(codes=codes, scale=scale)
     return routing
+
+
+def _gluon_product(config: MoEConfig) -> Callable[..., None]:
+    """The product of sorted codes: Gluon is imported where a device runs it."""
+    if config.large:
+        from oss_fused.kernels.moe.large import large_product
+
+        return large_product
+    from oss_fused.kernels.moe.stream import stream_product
+
+    return stream_product
 
 
 def gate_up(
@@ -165,11 +178,9 @@ def gate_up(
     else:
         shape = (pairs, levels, padded)
         act = torch.empty(shape, dtype=torch.float8_e4m3fn, device=w13.device)
-    if config.large:
-        from oss_fused.kernels.moe.large import large_product
-
-        codes = (routing.codes, routing.scale)
-        large_product(*codes, w13, w13_scale, w13_bias, act, routing, hidden, dtype, config.rows)
+    if config.sorted_codes:
+        codes, weights = (routing.codes, routing.scale), (w13, w13_scale, w13_bias)
+        _gluon_product(config)(*codes, *weights, act, routing, hidden, dtype, config.rows)
         return act, None
     product = _product(w13, hidden, config.gate_up, config, levels)
     _gate_up_kernel[(cdiv(rows // 64, product.groups), routing.tiles.shape[0])](
@@ -210,10 +221,9 @@ def down(
     pairs, levels, _ = act.shape
     hidden = w2.shape[1]
     y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
-    if config.large:
-        from oss_fused.kernels.moe.large import large_product
-
-        large_product(act, None, w2, w2_scale, w2_bias, y[0], routing, inter, y_dtype, config.rows)
+    if config.sorted_codes:
+        weights = (w2, w2_scale, w2_bias)
+        _gluon_product(config)(act, None, *weights, y[0], routing, inter, y_dtype, config.rows)
         return y
     product = _product(w2, inter, config.down, config, levels)
     grid = (cdiv(hidden // 64, product.groups), routing.tiles.shape[0], product.shares)
