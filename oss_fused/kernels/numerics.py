@@ -55,6 +55,20 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(codes, dtype: tl.constexpr):
+    """e4m3 -> float16 or bfloat16, exact; for a GPU.
+
+    By float16, which hardware converts in pairs, and float32, whose upper half is the bfloat16: the
+    conversion of float32 to bfloat16 has a quarter of the throughput of a byte permutation.
+    """
+    wide = codes.to(tl.float16)
+    if dtype == tl.bfloat16:
+        bits = wide.to(tl.float32).to(tl.int32, bitcast=True) >> 16
+        wide = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return wide
+
+
+@triton.jit
 def magnitude_bits(x):
     """|x| as int32: ordered like the values, with NaN above Inf, so an integer max keeps NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

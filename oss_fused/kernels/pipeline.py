@@ -34,8 +34,9 @@ store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor of boxes [rows, columns] of ``tensor`` [M, K], a row being 128 bytes or more."""
-    layout = gl.NVMMASharedLayout(128, tensor.element_size() * 8)
+    """Descriptor of boxes [rows, columns] of ``tensor`` [M, K]; zeros outside of it."""
+    size = tensor.element_size()
+    layout = gl.NVMMASharedLayout(min(columns * size, 128), 8 * size)
     shape, strides = list(tensor.shape), [tensor.stride(0), 1]
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 

@@ -18,8 +18,8 @@ import torch
 # a kernel is compiled once per bucket; the number of rows inside one is a run-time argument
 ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
-# kernels of an FP8 GEMM that need Gluon and Hopper; the others need Triton alone
-GLUON_KERNELS = ("stream", "cooperative", "pingpong")
+# kernels of products that need Gluon and Hopper; the others need Triton alone
+GLUON_KERNELS = ("stream", "cooperative", "pingpong", "pipeline")
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -33,6 +33,18 @@ _WEIGHT_ONLY = {
     128: (64, 128, 128, 3, 4, 2),
     256: (64, 128, 64, 4, 4, 2),
 }
+# tiles of the weight-only pipeline: rows, block_k, consumers, CTAs that share a multiprocessor; the
+# microseconds of a step and of a tile beside its steps, fitted to an H200's times
+_MIXED = {
+    (16, 256, 1, 2): (1.024, 0.7),
+    (32, 256, 1, 2): (1.002, 1.4),
+    (64, 128, 1, 2): (0.598, 1.5),
+    (128, 128, 2, 1): (0.867, 1.8),
+    (128, 64, 3, 1): (0.567, 3.5),
+    (256, 64, 2, 1): (0.644, 3.9),
+}
+# microseconds that splitting K takes, and those of each sum that a part leaves
+_SPLIT_US, _SUM_US = 3.6, 1.5e-6
 # steps of K that a part has at least, and how many parts there are at most
 _PART_STEPS, _PARTS = 3, 8
 # cycles of a tile beside its product, where its result leaves before the next product begins and
@@ -140,20 +152,29 @@ def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:
     return {"num_stages": 6 if bucket == 64 else 5}
 
 
-def choose_weight_only(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
-    """Kernel and tile sizes of the product of x [M, K] in 16 bits and FP8 weights [N, K]."""
+def choose_weight_only(
+    device: torch.device, m: int, n: int, k: int, gluon: bool = False
+) -> dict[str, Any]:
+    """Kernel and tile sizes of the product of x [M, K] in 16 bits and FP8 weights [N, K].
+
+    ``gluon``: as in ``choose_gemm_config``.
+    """
     bucket = row_bucket(m)
     known = lookup(device, "weight_only_linear", f"{bucket}x{n}x{k}")
-    return weight_only_rule(bucket, n, k) if known is None else known
+    if known is not None and (gluon or known["kernel"] not in GLUON_KERNELS):
+        return known
+    return weight_only_rule(bucket, n, k, gluon)
 
 
 @functools.cache
-def weight_only_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
+def weight_only_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any]:
     """The kernel of a shape that no table has."""
     if bucket <= 2:
         # two rows double the registers
         block_k = 2048 if k % 2048 == 0 else 1024
         return {"kernel": "gemv", "rows_n": 4, "block_k": block_k, "num_warps": block_k // 512}
+    if gluon:
+        return _mixed_tile(bucket, n, k)
     if bucket not in _WEIGHT_ONLY:
         return {"kernel": "dense"}
     block_n, block_m, block_k, stages, warps, fill = _WEIGHT_ONLY[bucket]
@@ -163,6 +184,28 @@ def weight_only_rule(bucket: int, n: int, k: int) -> dict[str, Any]:
         **{"kernel": "tile", "block_m": block_m, "block_n": block_n, "block_k": block_k},
         **{"num_stages": stages, "num_warps": warps, "splits": splits_of(steps, parts)},
     }
+
+
+def _mixed_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
+    """The tile of the weight-only pipeline, and the parts of K, that take the least time."""
+    best: tuple[float, dict[str, Any]] = (float("inf"), {})
+    for (block_m, block_k, consumers, ctas), (step_us, tile_us) in _MIXED.items():
+        tiles, steps = -(-bucket // block_m) * -(-n // (64 * consumers)), -(-k // block_k)
+        for parts in range(1, _PARTS + 1):
+            splits = splits_of(steps, parts)
+            if splits > 1 and steps < splits * _PART_STEPS:
+                break
+            waves = -(-tiles * splits // (ctas * _WAVE))
+            time = waves * (-(-steps // splits) * step_us + tile_us)
+            if splits > 1:
+                time += _SPLIT_US + _SUM_US * splits * bucket * n
+            sizes = {"block_m": block_m, "block_k": block_k, "consumers": consumers}
+            best = min(
+                best,
+                (time, {"kernel": "pipeline", **sizes, "ctas": ctas, "splits": splits}),
+                key=lambda candidate: candidate[0],
+            )
+    return best[1]
 
 
 def splits_of(steps: int, parts: int) -> int:

@@ -6,8 +6,8 @@ or [1] float32; bias [N] or None; ``out = (x @ weight.T) * weight_scale + bias``
 scaled in float32, rounded once to x.dtype. On a CPU ``weight`` may be bf16 or float32 holding the
 values of e4m3 codes; with bf16 x and weight the sum is rounded to bf16 before it is scaled.
 
-For many rows, for float32 x, and where K or a stride is no multiple of 16 bytes, the GPU
-dequantises the weight to x.dtype at every call and leaves the product to cuBLAS: then
+For float32 x, where K or a stride is no multiple of 16 bytes, and for many rows on other GPUs than
+Hopper's the weight is dequantised to x.dtype at every call and cuBLAS multiplies: then
 ``weight * weight_scale`` is rounded to x.dtype, too, and leaves its range where x.dtype does.
 
 prefetch_weights: as in kernels/gemm.

@@ -7,26 +7,24 @@ float32, then x's dtype; each step is exact. The direct conversion to bfloat16 r
 16 results per cycle and takes longer than the product.
 
 Where a result has fewer tiles than the GPU has multiprocessors, K is split over CTAs. They leave
-float32 sums, and a second kernel adds these in order.
+float32 sums, which parts.py adds.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from oss_fused.kernels.gemm.portable import bias_of, load_box, store_tile, tile_of
-from oss_fused.kernels.gemm.scales import scale_column, scale_row
+from oss_fused.kernels.gemm.scales import scale_column
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8, round_to
+from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8, widened
 from oss_fused.kernels.tma import row_descriptor
-
-# columns of a row that a program of the second kernel adds
-_ADDED = 512
+from oss_fused.kernels.weight_only.parts import add_parts
 
 
 class _Tile(NamedTuple):
@@ -50,10 +48,7 @@ def _dot_codes(codes, x, acc):
     if INTERPRETED:
         return tl.dot(from_fp8(codes), x.to(tl.float32), acc, input_precision="ieee")
     else:
-        wide = codes.to(tl.float16)
-        if x.dtype != tl.float16:
-            wide = wide.to(tl.float32).to(x.dtype)
-        return finished(tl.dot(wide, x, acc))
+        return finished(tl.dot(widened(codes, x.dtype), x, acc))
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -83,29 +78,8 @@ def _mixed_gemm_kernel(
         shift = bias_of(bias, offs_n, n, True)
         store_tile(acc, 1.0, channel, shift, out, offs_m, offs_n, m, n, True)
     else:
-        part = out + tl.program_id(1).to(tl.int64) * m * n
-        store_tile(acc, 1.0, 1.0, None, part, offs_m, offs_n, m, n, True)
-
-
-@triton.jit(do_not_specialize=["m"])
-def _splitk_add_kernel(
-    parts, scale, bias, out, m, n, W_ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    start_next()
-    wait_for_inputs()
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < n
-    total = tl.zeros([1, BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        source = parts + (split * m + row) * n + columns[None, :]
-        total += tl.load(source, mask=inside[None, :], other=0.0)
-    total *= scale_row(scale, columns, inside, W_ROWS)
-    shift = bias_of(bias, columns, n, False)
-    if shift is not None:
-        total += shift
-    target = out + row * n + columns[None, :]
-    tl.store(target, round_to(total, out.dtype.element_ty), mask=inside[None, :])
+        line = (tl.program_id(1) * n + offs_n).to(tl.int64) * (tl.cdiv(m, BLOCK_M) * BLOCK_M)
+        tl.store(out + line[:, None] + offs_m[None, :], acc, mask=(offs_n < n)[:, None])
 
 
 def product_tile(
@@ -130,8 +104,10 @@ def product_tile(
     """
     (m, k), n = x.shape, w.shape[0]
     tile = _Tile(block_m, block_n, block_k, group_m, tma, splits > 1)
-    target = out if splits == 1 else out.new_empty(splits, m, n, dtype=torch.float32)
-    options: dict[str, Any] = pdl_options(x.device)
+    target = out
+    if splits > 1:
+        padded = cdiv(m, block_m) * block_m
+        target = out.new_empty(splits, n, padded, dtype=torch.float32)
     _mixed_gemm_kernel[(cdiv(m, block_m) * cdiv(n, block_n), splits)](
         row_descriptor(x, block_m, block_k) if tma else x,
         row_descriptor(w, block_n, block_k) if tma else w,
@@ -146,19 +122,7 @@ def product_tile(
         TILE=tile,
         num_warps=num_warps,
         num_stages=num_stages,
-        **options,
+        **pdl_options(x.device),
     )
     if splits > 1:
-        _splitk_add_kernel[(cdiv(n, _ADDED), m)](
-            target,
-            scale,
-            bias,
-            out,
-            m,
-            n,
-            W_ROWS=scale.numel() != 1,
-            SPLITS=splits,
-            BLOCK=_ADDED,
-            num_warps=2,
-            **options,
-        )
+        add_parts(target, scale, bias, out)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import FP8, as_rows, check_dtype
+from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.quantize.triton import dequantize_fp8
 from oss_fused.kernels.weight_only.gemv import product_gemv
 from oss_fused.kernels.weight_only.tile import product_tile
@@ -36,6 +38,18 @@ KERNELS: dict[str, Callable[..., None]] = {
     "tile": product_tile,
     "dense": product_dense,
 }
+# those that can ask for weights before they wait for the kernels ahead
+PREFETCHING = frozenset({"gemv", "pipeline"})
+
+
+@functools.cache
+def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
+    """The kernels that can run on ``device`` by their names in the tile tables."""
+    if not runs_gluon(device):
+        return KERNELS
+    from oss_fused.kernels.weight_only.pipeline import product_pipeline
+
+    return {**KERNELS, "pipeline": product_pipeline}
 
 
 def weight_only_linear(
@@ -52,18 +66,19 @@ def weight_only_linear(
     out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
     if out.numel():
         name, config = _choose(rows, weight)
-        if name == "gemv":
+        if name in PREFETCHING:
             config["prefetch_weights"] = prefetch_weights
-        KERNELS[name](rows, weight, weight_scale, bias, out, **config)
+        kernels(x.device)[name](rows, weight, weight_scale, bias, out, **config)
     return out.view(*x.shape[:-1], n)
 
 
 def _choose(x: torch.Tensor, w: torch.Tensor) -> tuple[str, dict[str, Any]]:
     """Name and options of the kernel for rows of x [M, K] and w [N, K]."""
-    k = x.shape[1]
+    (m, k), n = x.shape, w.shape[0]
     if x.dtype == torch.float32 or k == 0:
         return "dense", {}
-    config = dict(tiles.choose_weight_only(x.device, x.shape[0], w.shape[0], k))
+    # the pipeline writes rows of whole 16-byte words
+    config = dict(tiles.choose_weight_only(x.device, m, n, k, runs_gluon(x.device) and n % 8 == 0))
     name = config.pop("kernel")
     if name != "dense" and not (k % 16 == 0 and _aligned(x) and _aligned(w)):
         return "dense", {}
