@@ -31,6 +31,7 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.attention import adopt_attention
 from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
+from oss_fused.layers.vllm.experts.block import join_blocks, warm_block
 from oss_fused.layers.vllm.experts.choice import warm_router
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
@@ -107,6 +108,7 @@ class _OssModel(CompleteModel, nn.Module):
         options = self.options = vllm_config.quant_config.settings.serving
         if options.fused_layers:
             fuse_decoder_layers(self.model.layers)
+            join_blocks(self.model.layers, OssTransformerBlock, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
         if options.fused_layers:
@@ -138,7 +140,7 @@ class _OssModel(CompleteModel, nn.Module):
                 yield "lm_head.weight", weight
 
     def process_weights_after_loading(self) -> None:
-        """Compile the routers and start the monitor if it is on.
+        """Compile routers and blocks, and start the monitor if it is on.
 
         vLLM calls this when every layer is ready.
         """
@@ -146,6 +148,7 @@ class _OssModel(CompleteModel, nn.Module):
             for block in self.model.layers:
                 if type(block) is OssTransformerBlock:
                     warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
+                    warm_block(block, max_tokens())
             monitor.install(self, get_current_vllm_config(), self.options)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -24,7 +24,10 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("router", r"router|combined_routing|topk|_route|_place_kernel|bitmatrix|sort"),
     (
         "experts",
-        r"matmul_ogs|_gate_up|_(down|encode|combine)_k|^_(large|stream)_k|moe|marlin|_reduce_grouped",
+        (
+            r"matmul_ogs|_gate_up|_(down|encode|combine(_norm)?)_k|^_(large|stream)_k|moe|marlin|"
+            r"_reduce_grouped"
+        ),
     ),
     ("mlp", r"gated_mlp|act_mul|act_and_mul|silu"),
     ("projections", r"qkv|o_proj"),

@@ -113,6 +113,14 @@ def gated(rows, fp8):
     return build
 
 
+def router(rows):
+    def build(d):
+        norm = (d.randn(rows, 2880), d.randn(rows, 2880), d.randn(2880), 1e-5)
+        return (*norm, d.randn(32, 2880), d.randn(32))
+
+    return build
+
+
 def experts(tokens, fp8):
     def build(d):
         x, logits = d.randn(tokens, 256), d.randn(tokens, 8)
@@ -122,6 +130,18 @@ def experts(tokens, fp8):
             return (x, logits, *w13, *w2, 4, True)
         layer = Layer(256, 128, 8, d.generator.initial_seed()).to(torch.device("cuda"))
         return (x, logits, *layer.packed13, layer.b13, *layer.packed2, layer.b2, 4, True)
+
+    return build
+
+
+def block(tokens):
+    """Experts between two norms."""
+
+    def build(d):
+        x, _, *packed = experts(tokens, False)(d)[:8]
+        norm = (x, d.randn(tokens, 256), d.randn(256), 1e-5, d.randn(8, 256), d.randn(8))
+        arrivals = torch.zeros(16, dtype=torch.int32, device="cuda")
+        return (*norm, *packed, 4, True, -1, d.randn(256), 1e-5, None, arrivals)
 
     return build
 
@@ -173,18 +193,15 @@ _OPERATIONS = {
     ),
     "rope_kv": ("rope_kv", lambda d: (d.randn(4, 512), *rope(d, 4)), ()),
     **{f"qkv_rope_kv-{m}": ("qkv_rope_kv", qkv(m), (1, 3, 4)) for m in (4, 40)},
-    "add_rms_norm_router": (
-        "add_rms_norm_router",
-        lambda d: (
-            *(d.randn(2, 2880), d.randn(2, 2880), d.randn(2880), 1e-5),
-            *(d.randn(32, 2880), d.randn(32)),
-        ),
-        (2, 4, 5),
-    ),
+    **{f"add_rms_norm_router-{m}": ("add_rms_norm_router", router(m), (2, 4, 5)) for m in (2, 200)},
     "moe_route": ("moe_route", lambda d: (d.randn(4, 32), 4, True), ()),
     **{
         f"moe_mxfp4-{m}": ("moe_mxfp4", experts(m, False), (2, 3, 4, 5, 6, 7))
         for m in (1, 40, 1000)
+    },
+    **{
+        f"norm_moe_norm-{m}": ("norm_moe_norm", block(m), (2, 4, 5, 6, 7, 8, 9, 10, 11, 15))
+        for m in (1, 3, 40, 200)
     },
     **{f"moe_fp8-{m}": ("moe_fp8", experts(m, True), ()) for m in (1, 40)},
     "decode_attention": ("decode_attention", attention, (3, 4)),

@@ -191,17 +191,22 @@ def test_vllm_takes_each_option_as_a_flag():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ["layers", "attention", "rope", "state"]),
+        ({}, ["layers", "blocks", "attention", "rope", "state"]),
         ({"fused_layers": False}, ["attention", "state"]),
-        ({"attention_kernels": "vllm"}, ["layers", "rope", "state"]),
-        ({"short_step": False}, ["layers", "attention", "rope"]),
+        ({"attention_kernels": "vllm"}, ["layers", "blocks", "rope", "state"]),
+        ({"short_step": False}, ["layers", "blocks", "attention", "rope"]),
     ],
 )
 def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatch):
     from oss_fused.plugin import model_state, models
 
     done = []
-    names = {"fuse_decoder_layers": "layers", "adopt_attention": "attention", "fuse_rope": "rope"}
+    names = {
+        "fuse_decoder_layers": "layers",
+        "join_blocks": "blocks",
+        "adopt_attention": "attention",
+        "fuse_rope": "rope",
+    }
     for name, short in names.items():
         monkeypatch.setattr(models, name, lambda *_, short=short: done.append(short))
     monkeypatch.setattr(model_state, "brings_state", lambda model: done.append("state"))

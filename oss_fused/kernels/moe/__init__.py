@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Expert layers: ``moe_repack_mxfp4``, ``add_rms_norm_router``, ``moe_route``,
-``moe_mxfp4`` and ``moe_fp8``.
+``moe_mxfp4``, ``norm_moe_norm`` and ``moe_fp8``.
 
 T tokens, H hidden size, I intermediate size (of this rank), E experts of this rank (all of them
 without expert parallelism), G experts of the model.
@@ -47,6 +47,15 @@ moe_mxfp4(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top
     order, so results are reproducible. T = 0 is valid. Rows of x or router_logits that hold NaN
     come out as NaN and touch no other row.
 
+norm_moe_norm(x, residual, weight, eps, gate, gate_bias, w13, w13_scale, w13_bias, w2, w2_scale,
+              w2_bias, top_k, renormalize, fp8_min_tokens, next_weight, next_eps, next_scale,
+              arrivals, prefetch_weights=False) -> (q, scale, residual_out)
+    add_rms_norm_router, moe_mxfp4 of all experts ("swigluoai") and add_rms_norm_quant of its output
+    with next_weight and next_scale [1] (None: a scale per token), without what lies between them:
+    q [T, H] e4m3, scale [T, 1] or [1] float32, residual_out [T, H]. One token takes four launches.
+    arrivals: int32, at least min(T, 16) zeros, used as scratch and left at zero. Launches that
+    overlap in time need buffers of their own.
+
 moe_fp8(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, renormalize,
         expert_map, activation) -> out
     The same layer with float8_e4m3fn weights w13 [E, 2I, H] (rows gate, up, gate, up) and w2
@@ -65,8 +74,9 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_shape
-from oss_fused.kernels.contract import Between, OneOf, Operand, Rule
+from oss_fused.kernels.contract import Between, OneOf, Operand, Rule, Scale
 from oss_fused.kernels.moe import mxfp4, reference
+from oss_fused.kernels.moe.config import SHARED_ROWS
 from oss_fused.kernels.moe.mxfp4 import BLOCK, CHUNK, ROW_GROUP
 from oss_fused.kernels.op import declare
 
@@ -149,6 +159,36 @@ def _empty_like_x(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+def _check_block(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    top_k: int,
+    arrivals: torch.Tensor,
+) -> None:
+    logits = x.new_empty((x.shape[0], gate.shape[0]), device="meta")
+    _check_mxfp4(x, logits, w13, w13_scale, w2, w2_scale, top_k, None)
+    least = min(x.shape[0], SHARED_ROWS)
+    if arrivals.numel() < least or not arrivals.is_contiguous():
+        raise ShapeMismatchError(
+            f"arrivals.numel()={arrivals.numel()}: expected at least {least}, contiguous"
+        )
+
+
+def _block_fake(
+    x: torch.Tensor, next_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = (x.shape[0], 1) if next_scale is None else next_scale.shape
+    return (
+        x.new_empty(x.shape, dtype=FP8),
+        x.new_empty(scale, dtype=torch.float32),
+        x.new_empty(x.shape),
+    )
+
+
 _LAYER: dict[str, Rule] = {
     "x": Operand("T H", *FLOAT_DTYPES),
     "router_logits": Operand("T G", *FLOAT_DTYPES),
@@ -196,26 +236,52 @@ declare(
     example={"T": 5, "G": 8, "top_k": 2, "renormalize": True},
 )
 _EXAMPLE = {"T": 3, "H": 64, "G": 4, "E": 4, "rows": 64, "top_k": 2, "renormalize": True}
+_MXFP4: dict[str, Rule] = {
+    "w13": Operand("E rows H/2", torch.uint8),
+    "w13_scale": Operand("E w13_groups w13_chunks 64", torch.int32),
+    "w2": Operand("E H I/2", torch.uint8),
+    "w2_scale": Operand("E w2_groups w2_chunks 64", torch.int32),
+    "fp8_min_tokens": Between(-1),
+}
+_MXFP4_EXAMPLE = {
+    "w13": lambda g: _mxfp4_weights(64, 64, gate_up=True, packed=True),
+    "w13_scale": lambda g: _mxfp4_weights(64, 64, gate_up=True, packed=False),
+    "w2": lambda g: _mxfp4_weights(64, 32, gate_up=False, packed=True),
+    "w2_scale": lambda g: _mxfp4_weights(64, 32, gate_up=False, packed=False),
+}
 declare(
     reference.moe_mxfp4,
-    {
-        **_LAYER,
-        "w13": Operand("E rows H/2", torch.uint8),
-        "w13_scale": Operand("E w13_groups w13_chunks 64", torch.int32),
-        "w2": Operand("E H I/2", torch.uint8),
-        "w2_scale": Operand("E w2_groups w2_chunks 64", torch.int32),
-        "fp8_min_tokens": Between(-1),
-    },
+    {**_LAYER, **_MXFP4},
     {"triton": "triton"},
     check=_check_mxfp4,
     fake=_empty_like_x,
+    example={**_EXAMPLE, **_MXFP4_EXAMPLE, "expert_map": None},
+)
+declare(
+    reference.norm_moe_norm,
+    {
+        "x": Operand("T H", *FLOAT_DTYPES),
+        "residual": Operand("T H", like="x"),
+        "weight": Operand("H", *FLOAT_DTYPES),
+        "gate": Operand("E H", like="x"),
+        "gate_bias": Operand("E", like="x"),
+        **{name: _LAYER[name] for name in ("w13_bias", "w2_bias")},
+        **_MXFP4,
+        "next_weight": Operand("H", *FLOAT_DTYPES),
+        "next_scale": Scale(),
+        "arrivals": Operand("...", torch.int32),
+    },
+    {"triton": "block"},
+    check=_check_block,
+    fake=_block_fake,
     example={
         **_EXAMPLE,
-        "w13": lambda g: _mxfp4_weights(64, 64, gate_up=True, packed=True),
-        "w13_scale": lambda g: _mxfp4_weights(64, 64, gate_up=True, packed=False),
-        "w2": lambda g: _mxfp4_weights(64, 32, gate_up=False, packed=True),
-        "w2_scale": lambda g: _mxfp4_weights(64, 32, gate_up=False, packed=False),
-        "expert_map": None,
+        **_MXFP4_EXAMPLE,
+        "eps": 1e-5,
+        "fp8_min_tokens": -1,
+        "next_eps": 1e-5,
+        "next_scale": None,
+        "arrivals": lambda g: torch.zeros(16, dtype=torch.int32),
     },
 )
 declare(

@@ -15,8 +15,10 @@ from oss_fused.kernels.integers import next_power_of_2
 # tokens up to which norm and router product are one launch, and a program takes four experts
 # (measured on an H200)
 _NORM_AND_ROUTER, _FOUR_EXPERTS = 128, 16
-# one-hot elements [pairs, experts] that one routing program ranks in one piece
-_ONE_HOT = 8192
+# pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
+SHARED_ROWS = 16
+# elements [tokens, experts] that one routing program ranks in one piece
+_ONE_HOT = 4096
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
         if pairs <= 8:
             gate_up = Tile(1, 4, 3) if pairs <= 4 else Tile(1, 2, 4)
             return MoEConfig(8, gate_up, Tile(1, 4, 3, shares=6), True)
-        return MoEConfig(8, Tile(1, 2, 4), Tile(1, 1, 4, shares=4 if pairs <= 16 else 1), True)
+        return MoEConfig(
+            8, Tile(1, 2, 4), Tile(1, 1, 4, shares=4 if pairs <= SHARED_ROWS else 1), True
+        )
     if mean <= 24:
         return MoEConfig(16, wide, single, promote=mean <= 12)
     return MoEConfig(32, wide, wide, False)
@@ -100,12 +104,12 @@ def mxfp4_variant(
         fp8: FP8 activations.
     """
     configs = (choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True))
-    return (fp8, *configs, routing_block(tokens, global_experts, top_k))
+    return (fp8, *configs, routing_block(tokens, global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
     """As ``mxfp4_variant``, of FP8 experts."""
-    return (fp8_rows(tokens * top_k, experts), routing_block(tokens, global_experts, top_k))
+    return (fp8_rows(tokens * top_k, experts), routing_block(tokens, global_experts))
 
 
 def router_part(tokens: int) -> int | None:
@@ -115,10 +119,9 @@ def router_part(tokens: int) -> int | None:
     return 4 if tokens <= _FOUR_EXPERTS else 8
 
 
-def routing_block(tokens: int, global_experts: int, top_k: int) -> tuple[int, bool]:
+def routing_block(tokens: int, global_experts: int) -> tuple[int, bool]:
     """Tokens a routing program takes (a power of two), and whether one program does it all."""
-    width = max(16, next_power_of_2(global_experts)) * next_power_of_2(top_k)
-    limit = max(1, _ONE_HOT // width)
+    limit = max(1, _ONE_HOT // max(16, next_power_of_2(global_experts)))
     if tokens <= limit:
         return next_power_of_2(tokens), True
     return min(32, limit), False

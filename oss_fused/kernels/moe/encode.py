@@ -11,7 +11,7 @@ import triton.language as tl
 
 from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.moe.tile import activation_position
+from oss_fused.kernels.moe.tile import in_activation_order
 from oss_fused.kernels.numerics import (
     from_fp8,
     magnitude_bits,
@@ -29,12 +29,12 @@ class Encoded(NamedTuple):
     scale: Any
 
 
+NO_CODES = Encoded(None, None, None)
+
+
 @triton.jit
-def _codes_of_row(x, row, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """(codes, codes of the second level, scale) of x's row; see moe/gemm.py for LEVELS."""
-    column = tl.arange(0, BLOCK)
-    value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0)
-    value = value.to(tl.float32)
+def _codes(value, LEVELS: tl.constexpr):
+    """(codes, codes of the second level, scale) of a float32 row; see moe/gemm.py for LEVELS."""
     amax = tl.max(magnitude_bits(value), 0)
     if LEVELS == 2:
         # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
@@ -66,13 +66,38 @@ def _store_row(
 ):
     HP: tl.constexpr = (H + 127) // 128 * 128
     column = tl.arange(0, BLOCK)
-    position = activation_position(column) if PERMUTE else column
-    target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + position
+    target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + column
     mask = column < HP
+    if PERMUTE:
+        first = in_activation_order(first)
+        second = in_activation_order(second)
     tl.store(target, first, mask=mask)
     if LEVELS == 2:
         tl.store(target + HP, second, mask=mask)
     tl.store(rows.scale + row, unit)
+
+
+@triton.jit
+def _codes_of_row(x, row, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """``_codes`` of x's row."""
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0)
+    return _codes(value.to(tl.float32), LEVELS)
+
+
+@triton.jit
+def store_row(
+    rows,
+    row,
+    value,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
+    """Store codes and scale of float32 ``value`` [BLOCK], zeros beyond H, as row ``row``."""
+    first, second, unit = _codes(value, LEVELS)
+    _store_row(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 @triton.jit

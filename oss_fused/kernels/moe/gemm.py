@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.launch import start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.moe.choice import load_tile
 from oss_fused.kernels.moe.tile import (
     activation_position,
     dot_tile,
@@ -185,13 +186,6 @@ def _fp8_products(x, weight, row, x_rows, x_mask, P: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(tiles):
-    """(expert, first position, rows) of this program's tile."""
-    tile = tiles + tl.program_id(1) * 3
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-
-
-@triton.jit
 def _first_group(P: tl.constexpr):
     """Of this program; the last one of an odd number of groups repeats one: same values."""
     return tl.minimum(tl.program_id(0) * P.groups, (P.n + 63) // 64 - P.groups)
@@ -292,13 +286,14 @@ def _gate_up_kernel(
     SILU: tl.constexpr,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
+    EXPERTS: tl.constexpr = 0,
 ):
     """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, levels, OP], or DTYPE [P, N/2]."""
     SPAN: tl.constexpr = 32 * P.groups
     wait_for_inputs()
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
-    expert, begin, count = _load_tile(tiles)
+    expert, begin, count = load_tile(tiles, EXPERTS)
     if (expert < 0) | (count <= 0) | (begin < 0):
         return
     expert = expert.to(tl.int64)
@@ -306,7 +301,9 @@ def _gate_up_kernel(
     weight, weight_scale = _of_group(weight, weight_scale, expert, group, P)
     position = begin + tl.arange(0, P.rows)
     mask = tl.arange(0, P.rows) < count
-    token = tl.load(order + position, mask=mask, other=0) // TOP_K
+    token = position * 0
+    if order is not None:
+        token = tl.load(order + position, mask=mask, other=0) // TOP_K
     # what the sums will be multiplied with and moved by comes along with the first weights
     row = tl.arange(0, SPAN)
     gate_row = row // 32 * 64 + row % 32 if P.mxfp4 else 2 * row
@@ -351,6 +348,7 @@ def _down_kernel(
     n_pairs,
     PREFETCH: tl.constexpr,
     P: tl.constexpr,
+    EXPERTS: tl.constexpr = 0,
 ):
     """w2 @ x + bias of sorted rows, by shares of K: [SHARES, P, N] in out's dtype.
 
@@ -359,7 +357,7 @@ def _down_kernel(
     share = 0 if P.shares == 1 else tl.program_id(2)
     wait_unless(PREFETCH)
     # the routing kernels have finished: gate_up waited for them before it let others start
-    expert, begin, count = _load_tile(tiles)
+    expert, begin, count = load_tile(tiles, EXPERTS)
     if (expert < 0) | (count <= 0) | (begin < 0):
         # the end of this grid must say that gate_up has ended, even where no expert is here
         wait_for_inputs()

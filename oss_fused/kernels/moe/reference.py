@@ -9,7 +9,7 @@ import torch
 
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.moe.mxfp4 import moe_unpack_mxfp4
-from oss_fused.kernels.norm.reference import rms_norm
+from oss_fused.kernels.norm.reference import add_rms_norm_quant, rms_norm
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 # "swigluoai" is gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 gate) * (up + 1)
@@ -89,6 +89,38 @@ def moe_mxfp4(
     return run_experts(
         x, topk_weights, ids, weights, biases, activation, "static" if fp8 else "keep"
     )
+
+
+def norm_moe_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    fp8_min_tokens: int,
+    next_weight: torch.Tensor,
+    next_eps: float,
+    next_scale: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts between two norms; see kernels/moe for the contract."""
+    normed, residual, logits = add_rms_norm_router(x, residual, weight, eps, gate, gate_bias)
+    packed = (w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
+    out = moe_mxfp4(normed, logits, *packed, top_k, renormalize, None, "swigluoai", fp8_min_tokens)
+    q, scale, added, _ = add_rms_norm_quant(
+        out, residual, next_weight, next_eps, next_scale, write_normed=False
+    )
+    return q, scale, added
 
 
 def moe_fp8(

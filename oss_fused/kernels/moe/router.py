@@ -11,7 +11,7 @@ codes in the order of moe/tile.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.moe.choice import sort_keys
 from oss_fused.kernels.moe.config import routing_block
 from oss_fused.kernels.moe.encode import Encoded, empty_codes, encode_row
 
@@ -30,12 +31,15 @@ class Routing(NamedTuple):
     pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
     tiles [M, 3] int32 (local expert or -1, first position, rows); codes [T, levels, KP] e4m3 and
     scale [T] float32 are x, or None where no x was given.
+
+    One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
+    and ids, order and place are None.
     """
 
     topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    order: torch.Tensor
-    place: torch.Tensor
+    topk_ids: Any
+    order: Any
+    place: Any
     tiles: torch.Tensor
     codes: torch.Tensor | None
     scale: torch.Tensor | None
@@ -57,10 +61,8 @@ class _Shape(NamedTuple):
 
 
 @triton.jit
-def _topk(
-    logits, routing, expert_map, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr
-):
-    """Store weights and ids of BT tokens; return their local expert ids [BT, KP], -1 for none."""
+def _topk(logits, routing, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """Store weights and ids of BT tokens; return the ids [BT, KP] and what is chosen [BT, EP]."""
     EXPERTS: tl.constexpr = SHAPE.experts
     K: tl.constexpr = SHAPE.top_k
     KP: tl.constexpr = SHAPE.padded_k
@@ -71,11 +73,7 @@ def _topk(
     live = token < n_tokens
     mask = live[:, None] & (column < EXPERTS)[None, :]
     pointers = logits + token.to(tl.int64)[:, None] * EXPERTS + column[None, :]
-    # adding 0 turns -0 into 0, so that bits order like values
-    value = tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32) + 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(value == value, key, 0x7FFFFFFF)
+    value, key = sort_keys(tl.load(pointers, mask=mask, other=float("-inf")))
     # below the key of -inf: never chosen while a real expert is left
     key = tl.where((column < EXPERTS)[None, :], key, -2147483648)
     chosen = tl.zeros((BT, KP), tl.int32)
@@ -98,34 +96,44 @@ def _topk(
     out_mask = live[:, None] & (slot < K)[None, :]
     tl.store(routing.topk_weights + out, exps / total[:, None], mask=out_mask)
     tl.store(routing.topk_ids + out, chosen, mask=out_mask)
-    if expert_map is not None:
-        chosen = tl.load(expert_map + chosen, mask=out_mask, other=-1)
-    return tl.where(out_mask, chosen, -1)
+    return chosen, (key == -2147483648) & mask
 
 
 @triton.jit
-def _place_pairs(local, base, routing, first, n_tokens, SHAPE: tl.constexpr):
-    """Store order and place of a block's pairs; ``base`` [EP]: its first position per expert."""
+def _local_ids(expert_map, SHAPE: tl.constexpr):
+    """Local id [EP] of every expert, -1 where it is not here."""
+    column = tl.arange(0, SHAPE.padded_experts)
+    if expert_map is None:
+        return column
+    else:
+        return tl.load(expert_map + column, mask=column < SHAPE.experts, other=-1)
+
+
+@triton.jit
+def _place_pairs(chosen, here, base, routing, first, n_tokens, SHAPE: tl.constexpr):
+    """Store order and place of a block's pairs.
+
+    ``here`` [BT, EP]: whether a token has a pair with an expert of this rank; ``base`` [EP]: the
+    block's first position per expert.
+    """
     K: tl.constexpr = SHAPE.top_k
-    KP: tl.constexpr = SHAPE.padded_k
-    BT: tl.constexpr = SHAPE.block
-    expert = local.reshape(BT * KP)
-    pair = tl.arange(0, BT * KP)
-    token = first + pair // KP
-    slot = pair % KP
-    hit = expert[:, None] == tl.arange(0, SHAPE.padded_experts)[None, :]
-    rank = tl.cumsum(hit.to(tl.int32), 0) - 1
-    position = tl.sum(tl.where(hit, rank + base[None, :], 0), 1)
-    live = expert >= 0
-    index = token * K + slot
-    tl.store(routing.order + position, index, mask=live)
-    tl.store(
-        routing.place + index, tl.where(live, position, -1), mask=(slot < K) & (token < n_tokens)
-    )
+    token = first + tl.arange(0, SHAPE.block)
+    slot = tl.arange(0, SHAPE.padded_k)
+    column = tl.arange(0, SHAPE.padded_experts)
+    pairs = here.to(tl.int32)
+    position = tl.where(here, base[None, :] + tl.cumsum(pairs, 0) - pairs, -1)
+    for i in tl.static_range(K):
+        expert = tl.sum(tl.where((slot == i)[None, :], chosen, 0), 1)
+        # all others are below -1
+        of_slot = tl.where(column[None, :] == expert[:, None], position, -2)
+        at = tl.max(of_slot, 1)
+        index = token * K + i
+        tl.store(routing.order + at, index, mask=at >= 0)
+        tl.store(routing.place + index, at, mask=token < n_tokens)
 
 
 @triton.jit
-def _list_tiles(counts, starts, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
+def _list_tiles(counts, starts, expert_map, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
     """Store (expert, first position, rows) of every tile; unused entries get expert -1."""
     EP: tl.constexpr = SHAPE.padded_experts
     ROWS: tl.constexpr = SHAPE.rows
@@ -140,7 +148,10 @@ def _list_tiles(counts, starts, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.cons
         count = tl.sum(tl.where(hit, counts[None, :], 0), 1) - nth * ROWS
         begin = tl.sum(tl.where(hit, starts[None, :], 0), 1) + nth * ROWS
         mask = tile < n_tiles
-        tl.store(tiles + tile * 3, tl.where(owner < EP, owner, -1), mask=mask)
+        owned = owner < EP
+        if expert_map is not None:
+            owner = tl.load(expert_map + owner, mask=owned, other=-1)
+        tl.store(tiles + tile * 3, tl.where(owned, owner, -1), mask=mask)
         tl.store(tiles + tile * 3 + 1, begin, mask=mask)
         tl.store(tiles + tile * 3 + 2, tl.minimum(count, ROWS), mask=mask)
 
@@ -158,16 +169,21 @@ def _route_block(
     RENORMALIZE: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch."""
+    """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch.
+
+    Where one block has all tokens, a second program repeats the top-k and lists the tiles.
+    """
     EP: tl.constexpr = SHAPE.padded_experts
-    first = pid * SHAPE.block
-    local = _topk(logits, routing, expert_map, first, n_tokens, SHAPE, RENORMALIZE)
-    pairs = local.reshape(SHAPE.block * SHAPE.padded_k)
-    count = tl.sum((pairs[:, None] == tl.arange(0, EP)[None, :]).to(tl.int32), 0)
+    first = 0 if SINGLE else pid * SHAPE.block
+    chosen, here = _topk(logits, routing, first, n_tokens, SHAPE, RENORMALIZE)
+    here &= (_local_ids(expert_map, SHAPE) >= 0)[None, :]
+    count = tl.sum(here.to(tl.int32), 0)
     if SINGLE:
         start = tl.cumsum(count, 0) - count
-        _place_pairs(local, start, routing, first, n_tokens, SHAPE)
-        _list_tiles(count, start, routing.tiles, n_tiles, SHAPE, 64)
+        if pid == 0:
+            _place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
+        else:
+            _list_tiles(count, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
     else:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
@@ -190,7 +206,7 @@ def _route_kernel(
     PERMUTE: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    blocks = (n_tokens + SHAPE.block - 1) // SHAPE.block
+    blocks = 2 if SINGLE else (n_tokens + SHAPE.block - 1) // SHAPE.block
     start_next()
     wait_for_inputs()
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
@@ -248,13 +264,12 @@ def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.cons
     token = first + tl.arange(0, SHAPE.block)
     slot = tl.arange(0, SHAPE.padded_k)
     mask = (token < n_tokens)[:, None] & (slot < K)[None, :]
-    local = tl.load(routing.topk_ids + token[:, None] * K + slot[None, :], mask=mask, other=0)
-    if expert_map is not None:
-        local = tl.load(expert_map + local, mask=mask, other=-1)
-    local = tl.where(mask, local, -1)
-    _place_pairs(local, start + before, routing, first, n_tokens, SHAPE)
+    chosen = tl.load(routing.topk_ids + token[:, None] * K + slot[None, :], mask=mask, other=-1)
+    here = tl.max((chosen[:, :, None] == expert[None, None, :]).to(tl.int32), 1) > 0
+    here &= (_local_ids(expert_map, SHAPE) >= 0)[None, :]
+    _place_pairs(chosen, here, start + before, routing, first, n_tokens, SHAPE)
     if pid == 0:
-        _list_tiles(total, start, routing.tiles, n_tiles, SHAPE, 64)
+        _list_tiles(total, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
 
 
 def route(
@@ -274,10 +289,11 @@ def route(
     """
     router_logits = router_logits.contiguous()
     tokens, global_experts = router_logits.shape
-    block, single = routing_block(tokens, global_experts, top_k)
+    block, single = routing_block(tokens, global_experts)
     padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
     shape = _Shape(global_experts, padded_experts, top_k, next_power_of_2(top_k), block, rows)
-    blocks = cdiv(tokens, block)
+    blocks = 2 if single else cdiv(tokens, block)
+    warps = 4 if block * padded_experts <= 2048 else 8
     counts = None
     if not single:
         counts = router_logits.new_empty((blocks, padded_experts), dtype=torch.int32)
@@ -302,7 +318,7 @@ def route(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        num_warps=4,
+        num_warps=warps,
         **options,
     )
     if not single:

@@ -18,6 +18,7 @@ import triton.language as tl
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.config import router_part
+from oss_fused.kernels.moe.encode import NO_CODES, Encoded, store_row
 from oss_fused.kernels.numerics import round_to
 
 
@@ -31,12 +32,14 @@ def _add_rms_norm_router_kernel(
     normed,
     residual_out,
     logits,
+    rows,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
     PART: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * H
     part = tl.program_id(1)
@@ -49,7 +52,7 @@ def _add_rms_norm_router_kernel(
         expert = part * PART + tl.arange(0, PART)
         live = expert < EXPERTS
         gate_mask = live[:, None] & mask[None, :]
-        rows = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
+        of_gate = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
     start_next()
     wait_for_inputs()
     hidden = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
@@ -62,11 +65,15 @@ def _add_rms_norm_router_kernel(
         tl.store(residual_out + row + column, hidden.to(dtype), mask=mask)
         tl.store(normed + row + column, y, mask=mask)
     if gate is not None:
-        logit = tl.sum(rows.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+        logit = tl.sum(of_gate.to(tl.float32) * y.to(tl.float32)[None, :], 1)
         if gate_bias is not None:
             logit += tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
         target = logits + tl.program_id(0).to(tl.int64) * EXPERTS + expert
         tl.store(target, round_to(logit, dtype), mask=live)
+    # the outer branch is decided when the kernel is compiled
+    if rows.codes is not None:  # noqa: SIM102
+        if part == tl.num_programs(1) - 1:
+            store_row(rows, tl.program_id(0), y.to(tl.float32), H, BLOCK, LEVELS, True)
 
 
 def add_rms_norm_router(
@@ -77,8 +84,12 @@ def add_rms_norm_router(
     gate: torch.Tensor,
     gate_bias: torch.Tensor | None,
     prefetch_weights: bool = False,
+    codes: Encoded = NO_CODES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normed rows, new residual and router logits; see kernels/moe for the contract."""
+    """Normed rows, new residual and router logits; see kernels/moe for the contract.
+
+    ``codes`` (of few tokens) are filled with the normed rows.
+    """
     tokens, hidden = x.shape
     experts = gate.shape[0]
     x, gate = x.contiguous(), gate.contiguous()
@@ -86,7 +97,8 @@ def add_rms_norm_router(
     part = router_part(tokens)
     if tokens:
         logits = x.new_empty(tokens, experts)
-        block = next_power_of_2(hidden)
+        # whole chunks of codes
+        block = max(128, next_power_of_2(hidden))
         parts = 1 if part is None else cdiv(experts, part)
         _add_rms_norm_router_kernel[(tokens, parts)](
             x,
@@ -97,12 +109,14 @@ def add_rms_norm_router(
             normed,
             residual_out,
             logits,
+            codes._replace(x=None),
             eps,
             H=hidden,
             BLOCK=block,
             EXPERTS=experts,
             PART=part or 8,
             PREFETCH=prefetch_weights,
+            LEVELS=1 if codes.codes is None else codes.codes.shape[1],
             num_warps=min(max(block // 512, 1), 16),
             **pdl_options(x.device),
         )

@@ -50,6 +50,14 @@ def activation_position(column):
 
 
 @triton.jit
+def in_activation_order(values):
+    """``values`` of columns 0, 1, ..., whole chunks, as they lie in memory."""
+    # [chunk, block, word, half, byte] -> [chunk, word, half, block, byte]
+    chunks = values.reshape(values.shape[0] // 128, 4, 4, 2, 4).permute(0, 2, 3, 1, 4)
+    return chunks.reshape(values.shape[0])
+
+
+@triton.jit
 def group_row(row):
     """Row of a 64-row group in memory for a row of the tile: the MMA's row pairs (r, r + 8)
     hold row p and p + 32, a gate and its up."""

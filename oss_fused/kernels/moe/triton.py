@@ -155,6 +155,13 @@ def _gluon_product(config: MoEConfig) -> Callable[..., None]:
     return stream_product
 
 
+def _listed(routing: Routing, top_k: int) -> tuple[int, int, int]:
+    """Pairs, tiles, and the experts of the model if one token's logits stand for the tiles."""
+    if routing.order is None:
+        return top_k, top_k, routing.tiles.shape[1]
+    return routing.order.shape[0], routing.tiles.shape[0], 0
+
+
 def gate_up(
     routing: Routing,
     w13: torch.Tensor,
@@ -169,7 +176,8 @@ def gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The intermediate of sorted pairs: codes [P, levels, IP] and their scales (None: 1/8)."""
     assert routing.codes is not None and routing.scale is not None
-    pairs, rows = routing.order.shape[0], w13.shape[1]
+    pairs, tiles, chosen = _listed(routing, top_k)
+    rows = w13.shape[1]
     width = rows // 2
     padded = -(-width // 128) * 128
     silu = activation == "silu"
@@ -183,7 +191,7 @@ def gate_up(
         _gluon_product(config)(*codes, *weights, act, routing, hidden, dtype, config.rows)
         return act, None
     product = _product(w13, hidden, config.gate_up, config, levels)
-    _gate_up_kernel[(cdiv(rows // 64, product.groups), routing.tiles.shape[0])](
+    _gate_up_kernel[(cdiv(rows // 64, product.groups), tiles)](
         routing.codes,
         routing.scale,
         w13,
@@ -196,6 +204,7 @@ def gate_up(
         SILU=silu,
         DTYPE=_TRITON_DTYPES[dtype],
         P=product,
+        EXPERTS=chosen,
         num_warps=4 * product.warpgroups,
         **pdl_options(w13.device),
     )
@@ -219,6 +228,7 @@ def down(
 ) -> torch.Tensor:
     """w2 of sorted pairs plus bias, in shares to be added: [shares, P, H]."""
     pairs, levels, _ = act.shape
+    _, tiles, chosen = _listed(routing, pairs)
     hidden = w2.shape[1]
     y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
     if config.sorted_codes:
@@ -226,7 +236,7 @@ def down(
         _gluon_product(config)(act, None, *weights, y[0], routing, inter, y_dtype, config.rows)
         return y
     product = _product(w2, inter, config.down, config, levels)
-    grid = (cdiv(hidden // 64, product.groups), routing.tiles.shape[0], product.shares)
+    grid = (cdiv(hidden // 64, product.groups), tiles, product.shares)
     _down_kernel[grid](
         act,
         act_scale,
@@ -238,6 +248,7 @@ def down(
         pairs,
         PREFETCH=prefetch_weights,
         P=product,
+        EXPERTS=chosen,
         num_warps=4 * product.warpgroups,
         **pdl_options(w2.device),
     )

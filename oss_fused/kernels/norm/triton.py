@@ -27,6 +27,28 @@ _MAX_HIDDEN = 32768
 
 
 @triton.jit
+def normalized(hidden, gain, n_cols, eps, dtype: tl.constexpr):
+    """RMSNorm of a float32 row that holds ``n_cols`` values and zeros, rounded to ``dtype``."""
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / n_cols + eps)
+    return round_to(round_to(hidden * rstd, dtype).to(tl.float32) * gain, dtype)
+
+
+@triton.jit
+def store_codes(y, static_scale, target, scale, row, mask):
+    """Store the codes of a row at ``target``, and its scale; static_scale None: the row's own."""
+    y = y.to(tl.float32)
+    if static_scale is not None:
+        row_scale = tl.load(static_scale)
+        codes = quantize_static(y, tl.div_rn(1.0, row_scale))
+        tl.store(scale, row_scale, mask=row == 0)
+    else:
+        row_scale = scale_of_amax(tl.max(magnitude_bits(y), 0))
+        codes = quantize_dynamic(y, tl.div_rn(1.0, row_scale))
+        tl.store(scale + row, row_scale)
+    tl.store(target, codes, mask=mask)
+
+
+@triton.jit
 def _add_rms_norm_quant_kernel(
     x,
     residual,
@@ -41,7 +63,6 @@ def _add_rms_norm_quant_kernel(
     n_cols,
     eps,
     BLOCK: tl.constexpr,
-    STATIC: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
@@ -58,21 +79,10 @@ def _add_rms_norm_quant_kernel(
         hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
         hidden = round_to(hidden, dtype).to(tl.float32)
     tl.store(residual_out + row * n_cols + cols, hidden.to(dtype), mask=mask)
-    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / n_cols + eps)
-    y = round_to(hidden * rstd, dtype).to(tl.float32) * gain
-    y = round_to(y, dtype)
+    y = normalized(hidden, gain, n_cols, eps, dtype)
     if WRITE_NORMED:
         tl.store(normed + row * n_cols + cols, y, mask=mask)
-    y = y.to(tl.float32)
-    if STATIC:
-        row_scale = tl.load(static_scale)
-        codes = quantize_static(y, tl.div_rn(1.0, row_scale))
-        tl.store(scale, row_scale, mask=row == 0)
-    else:
-        row_scale = scale_of_amax(tl.max(magnitude_bits(y), 0))
-        codes = quantize_dynamic(y, tl.div_rn(1.0, row_scale))
-        tl.store(scale + row, row_scale)
-    tl.store(q + row * n_cols + cols, codes, mask=mask)
+    store_codes(y, static_scale, q + row * n_cols + cols, scale, row, mask)
 
 
 def add_rms_norm_quant(
@@ -116,7 +126,6 @@ def add_rms_norm_quant(
         n_cols,
         eps,
         BLOCK=block,
-        STATIC=scale is not None,
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,
         num_warps=min(max(block // 1024, 1), 16),

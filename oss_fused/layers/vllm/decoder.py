@@ -28,6 +28,7 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
+from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
 
 _add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
@@ -130,15 +131,23 @@ class OssMistralDecoderLayer(MistralDecoderLayer):
 class OssTransformerBlock(TransformerBlock):
     """gpt-oss's block; the norm before the experts stays bf16, which the router needs."""
 
+    # the next block's norm, where this one's experts may run it (experts/block.py)
+    following: Following | None = None
+
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor | QuantizedActivation,
         positions: torch.Tensor,
         residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention and experts, a norm before each."""
-        x, residual = norm_for(self.input_layernorm, self.attn.qkv_proj, hidden_states, residual)
+    ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
+        """Attention and experts, a norm before each, or after the experts for the next block."""
+        x = hidden_states
+        if not isinstance(x, QuantizedActivation):
+            x, residual = norm_for(self.input_layernorm, self.attn.qkv_proj, x, residual)
         hidden_states = self.attn(x, positions)
+        assert residual is not None
+        if joins(self, hidden_states):
+            return norm_experts_norm(self, hidden_states, residual)
         return norm_and_experts(self.post_attention_layernorm, self.mlp, hidden_states, residual)
 
 

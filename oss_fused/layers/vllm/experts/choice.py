@@ -248,7 +248,7 @@ def norm_and_experts(
         residual: [T, H].
     """
     router = mlp.router
-    if not (x.is_cuda and _router_joins_norm(mlp, x.dtype)):
+    if not (x.is_cuda and router_joins_norm(mlp, x.dtype)):
         x, residual = norm(x, residual)
         return mlp(x), residual
     x, residual, logits = torch.ops.oss_fused.add_rms_norm_router(
@@ -258,7 +258,8 @@ def norm_and_experts(
     return out[:, : mlp.hidden_size], residual
 
 
-def _router_joins_norm(mlp: Any, dtype: torch.dtype) -> bool:
+def router_joins_norm(mlp: Any, dtype: torch.dtype) -> bool:
+    """Whether the router's product is the norm's: a plain matrix of ``dtype`` for all tokens."""
     router = mlp.router
     plain = type(router) is GateLinear and router.is_unquantized
     return plain and router.weight.dtype == dtype and not mlp.is_sequence_parallel
@@ -267,7 +268,7 @@ def _router_joins_norm(mlp: Any, dtype: torch.dtype) -> bool:
 def warm_router(norm: RMSNorm, mlp: Any, limit: int) -> None:
     """Compile what ``norm_and_experts`` runs before the experts, for up to ``limit`` tokens."""
     gain, router = norm.weight, mlp.router
-    if not (gain.is_cuda and _router_joins_norm(mlp, gain.dtype)):
+    if not (gain.is_cuda and router_joins_norm(mlp, gain.dtype)):
         return
 
     def run(tokens: int) -> None:

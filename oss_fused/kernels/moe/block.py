@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT
+"""The MXFP4 experts of a decoder layer with the norms around them, in as few launches as a batch
+allows."""
+
+from __future__ import annotations
+
+import torch
+
+from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
+from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
+from oss_fused.kernels.moe.config import choose_config
+from oss_fused.kernels.moe.encode import empty_codes
+from oss_fused.kernels.moe.reference import uses_fp8_activations
+from oss_fused.kernels.moe.router import Routing
+from oss_fused.kernels.moe.router_norm import add_rms_norm_router
+from oss_fused.kernels.moe.triton import down, encode, gate_up
+from oss_fused.kernels.norm.triton import add_rms_norm_quant
+
+
+def norm_moe_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    fp8_min_tokens: int,
+    next_weight: torch.Tensor,
+    next_eps: float,
+    next_scale: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and scale of the next layer's input, and its residual; see kernels/moe."""
+    check_dtype("x", x, HALF_DTYPES)
+    tokens, hidden = x.shape
+    x, residual = x.contiguous(), residual.contiguous()
+    if tokens == 0:
+        return add_rms_norm_quant(x, residual, next_weight, next_eps, next_scale)[:3]
+    experts, rows13, _ = w13.shape
+    fp8 = uses_fp8_activations(tokens, "swigluoai", fp8_min_tokens)
+    levels = 1 if fp8 else 2
+    config = choose_config(tokens * top_k, experts, fp8, runs_gluon(x.device))
+    norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
+    if tokens == 1:
+        coded = empty_codes(x, 1, levels)
+        _, residual, logits = add_rms_norm_router(*norm, coded)
+        routing = Routing(logits, None, None, None, logits, coded.codes, coded.scale)
+    else:
+        normed, residual, logits = add_rms_norm_router(*norm)
+        routing = encode(normed, logits, top_k, renormalize, None, experts, levels, config)
+    first = (w13, w13_scale, w13_bias, hidden, top_k, "swigluoai", x.dtype, levels, config)
+    act, act_scale = gate_up(routing, *first)
+    y_dtype = x.dtype if fp8 or config.large else torch.float32
+    second = (w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config, prefetch_weights)
+    y = down(routing, act, act_scale, *second)
+    summands = Summands(y, routing.topk_weights, routing.place)
+    following = (next_weight, next_eps, next_scale, arrivals, prefetch_weights)
+    return combine_norm(summands, top_k, renormalize, residual, *following)

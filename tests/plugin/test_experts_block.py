@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: MIT
+"""gpt-oss's blocks hand each other quantised inputs where one operator runs experts and norms."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from torch import nn
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+
+from oss_fused.kernels.op import get_kernel
+from oss_fused.layers.vllm.decoder import OssTransformerBlock
+from oss_fused.layers.vllm.experts import block as joined
+from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.quant.settings import ServingOptions
+
+HIDDEN, INTER, EXPERTS = 64, 32, 4
+ONE_RANK = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "pcp_size": 1}
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter((torch.rand(HIDDEN) + 0.5).bfloat16(), requires_grad=False)
+        self.variance_epsilon = 1e-5
+
+
+def experts(ranks):
+    def packed(rows, columns, gate_up):
+        codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8)
+        scale = torch.randint(118, 122, (EXPERTS, rows, columns // 32), dtype=torch.uint8)
+        return torch.ops.oss_fused.moe_repack_mxfp4(codes, scale, gate_up)
+
+    method = OssMxfp4MoEMethod.__new__(OssMxfp4MoEMethod)
+    method.fp8_min_tokens = -1
+    method.moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(**ranks))
+    w13, w2 = packed(2 * INTER, HIDDEN, True), packed(HIDDEN, INTER, False)
+    return SimpleNamespace(
+        quant_method=method, top_k=2, renormalize=True,
+        w13_weight=w13[0], w13_weight_scale=w13[1], w13_bias=torch.randn(EXPERTS, 2 * INTER),
+        w2_weight=w2[0], w2_weight_scale=w2[1], w2_bias=torch.randn(EXPERTS, HIDDEN),
+    )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """A projection of what it gets, and what that was."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv_proj = nn.Linear(1, 1)
+        self.qkv_proj._input_quant_key = kFp8DynamicTokenSym
+        self.matrix = torch.randn(HIDDEN, HIDDEN) * 0.1
+        self.seen = []
+
+    def forward(self, x, positions):
+        self.seen.append(type(x))
+        assert isinstance(x, QuantizedActivation) and x.orig_dtype == torch.bfloat16
+        return (x.data.float() * x.scale @ self.matrix).bfloat16()
+
+
+def block(ranks=ONE_RANK):
+    made = OssTransformerBlock.__new__(OssTransformerBlock)
+    nn.Module.__init__(made)
+    made.input_layernorm, made.post_attention_layernorm = Norm(), Norm()
+    made.attn = Attention()
+    router = SimpleNamespace(
+        weight=torch.randn(EXPERTS, HIDDEN).bfloat16(),
+        bias=torch.randn(EXPERTS).bfloat16(),
+        is_unquantized=True,
+    )
+    mixture = SimpleNamespace(routed_experts=experts(ranks))
+    made.mlp = SimpleNamespace(router=router, experts=mixture, is_sequence_parallel=False)
+    return made
+
+
+def config(drafts=None):
+    return SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace())
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Two blocks; their CPU tensors pass for a GPU's, and the experts' sum is the operator's."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(joined, "router_joins_norm", lambda mlp, dtype: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+    def in_turn(norm, mlp, x, residual):
+        router, of = mlp.router, mlp.experts.routed_experts
+        x, residual, logits = get_kernel("torch", "add_rms_norm_router")(
+            x, residual, norm.weight, norm.variance_epsilon, router.weight, router.bias
+        )
+        return get_kernel("torch", "moe_mxfp4")(
+            x, logits, of.w13_weight, of.w13_weight_scale, of.w13_bias,
+            of.w2_weight, of.w2_weight_scale, of.w2_bias, of.top_k, of.renormalize,
+        ), residual  # fmt: skip
+
+    monkeypatch.setattr("oss_fused.layers.vllm.decoder.norm_and_experts", in_turn)
+    return [block(), block()]
+
+
+def run(blocks, x):
+    residual = None
+    for each in blocks:
+        x, residual = each.forward(x, torch.arange(x.data.shape[0]), residual)
+    return x, residual
+
+
+def test_joined_blocks_compute_what_they_do_apart(blocks, monkeypatch):
+    x = torch.randn(3, HIDDEN).bfloat16()
+    monkeypatch.delattr(torch.Tensor, "is_cuda")
+    apart = run(blocks, x)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    assert blocks[0].following is not None and blocks[1].following is None
+    calls = []
+    operator = get_kernel("torch", "norm_moe_norm")
+    monkeypatch.setattr(
+        torch.ops.oss_fused, "norm_moe_norm", lambda *a: (calls.append(1), operator(*a))[1]
+    )
+    together = run(blocks, x)
+    assert len(calls) == 1
+    for a, b in zip(together, apart):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rank", list(ONE_RANK))
+def test_experts_that_ranks_share_stay_apart(blocks, rank):
+    blocks[0] = block(ONE_RANK | {rank: 2})
+    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    assert not joined.joins(blocks[0], torch.zeros(1, HIDDEN))
+
+
+def test_what_else_keeps_blocks_apart(blocks):
+    x = torch.zeros(1, HIDDEN)
+    for options, drafts in ((ServingOptions(monitor_every=8), None), (ServingOptions(), "eagle3")):
+        joined.join_blocks(blocks, OssTransformerBlock, config(drafts), options)
+        assert not joined.joins(blocks[0], x)
+    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    assert joined.joins(blocks[0], x) and not joined.joins(blocks[1], x)
+    # LoRA reads what the norm wrote
+    blocks[1].attn.qkv_proj.requires_unquantized_input = True
+    assert not joined.joins(blocks[0], x)
+    blocks[1].attn.qkv_proj.requires_unquantized_input = False
+    blocks[0].mlp.experts.routed_experts.quant_method = object()
+    assert not joined.joins(blocks[0], x)
