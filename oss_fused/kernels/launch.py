@@ -22,6 +22,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from oss_fused.kernels.numerics import INTERPRETED
 
@@ -29,22 +30,23 @@ from oss_fused.kernels.numerics import INTERPRETED
 @triton.jit
 def start_next():
     """Let the next kernel of the stream start; it waits for our end before it reads our output."""
-    if not INTERPRETED:
+    # older GPUs have no such instruction, and launch kernels one after the other
+    if not INTERPRETED and cuda_capability_geq(9):
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs():
     """Wait until the kernels before this one have finished and their writes are visible."""
-    if not INTERPRETED:
+    if not INTERPRETED and cuda_capability_geq(9):
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def wait_unless(PREFETCH: tl.constexpr):
     """``wait_for_inputs`` above loads that only a caller's word lets come before it."""
-    if not (INTERPRETED or PREFETCH):
-        tl.extra.cuda.gdc_wait()
+    if not PREFETCH:
+        wait_for_inputs()
 
 
 @functools.cache
