@@ -134,7 +134,9 @@ def row_bits(seed, row):
     """Bits of rows for ``kept``: int64 ``row`` of the mask of the folded ``seed``."""
     low = row.to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
-    return mix_bits(seed.to(tl.uint32) ^ mix_bits(low ^ mix_bits(high)))
+    # a seed of 1 comes as a constant: Triton specialises numbers inside tuples
+    seed = tl.full([], seed, tl.int32).to(tl.uint32)
+    return mix_bits(seed ^ mix_bits(low ^ mix_bits(high)))
 
 
 @triton.jit
