@@ -23,11 +23,20 @@ class RowTiles(NamedTuple):
     warps: int
 
 
-def row_tiles(columns: int, whole: bool) -> RowTiles:
-    """Tiles of rows of ``columns`` values; ``whole``: in one tile where registers hold it."""
+def row_tiles(columns: int, whole: bool, pairs: bool = False) -> RowTiles:
+    """Tiles of rows of ``columns`` values.
+
+    Args:
+        columns: values of a row.
+        whole: in one tile where registers hold it.
+        pairs: two rows of 4096 or 8192 values in a tile, which then read what belongs to columns
+            once; else more warps for each.
+    """
     block = next_power_of_2(columns)
     whole = whole and block <= _WHOLE
     if not whole:
         block = min(block, _TILE)
-    rows = max(1, _FEW // block)
-    return RowTiles(rows, block, whole, min(max(rows * block // (1024 if whole else 512), 1), 16))
+    long = whole and 4096 <= block <= 8192
+    rows = 2 if pairs and long else max(1, _FEW // block)
+    each = 1024 if whole and not (long and not pairs) else 512
+    return RowTiles(rows, block, whole, min(max(rows * block // each, 1), 16))

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import column_bits, kept, round_to, row_bits
 from oss_fused.kernels.random_mask import drop_threshold, fold_seed
 from oss_fused.kernels.rows import row_tiles
@@ -105,6 +106,8 @@ def _layer_norm_kernel(
     WELFORD: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
+    start_next()
+    wait_for_inputs()
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = index[:, None]
     in_rows = row < rows
@@ -148,7 +151,7 @@ def _launch(
         return
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    tiles = row_tiles(n_cols, whole=method == "two_pass")
+    tiles = row_tiles(n_cols, whole=method == "two_pass", pairs=True)
     mean, var = stats or (None, None)
     _layer_norm_kernel[(cdiv(n_rows, tiles.rows),)](
         rows,
@@ -170,6 +173,7 @@ def _launch(
         WELFORD=method == "welford",
         DROPOUT=p > 0,
         num_warps=tiles.warps,
+        **pdl_options(x.device),
     )
 
 

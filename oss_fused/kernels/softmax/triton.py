@@ -14,6 +14,7 @@ import triton.language as tl
 
 from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import round_to
 from oss_fused.kernels.rows import row_tiles
 
@@ -43,6 +44,8 @@ def _softmax_kernel(
     WHOLE: tl.constexpr,
     ONLINE: tl.constexpr,
 ):
+    start_next()
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     in_rows = row < rows
     lane = tl.arange(0, BLOCK)[None, :]
@@ -111,5 +114,6 @@ def softmax(x: torch.Tensor, method: str) -> torch.Tensor:
         WHOLE=tiles.whole,
         ONLINE=method == "online",
         num_warps=tiles.warps,
+        **pdl_options(x.device),
     )
     return out
