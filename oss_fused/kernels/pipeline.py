@@ -61,6 +61,15 @@ def sums_layout(columns, bits):
 
 
 @gluon.jit
+def barriers_of(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers that ARRIVALS arrivals complete."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def next_slot(slot, phase, STAGES: gl.constexpr):
     """The ring's slot behind ``slot``; the phase of its barriers flips at the ring's end."""
     last = slot == STAGES - 1

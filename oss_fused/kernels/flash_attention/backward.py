@@ -22,6 +22,7 @@ from oss_fused.kernels.flash_attention.tile import (
     Window,
     dot_dtype,
     dropout,
+    for_hopper,
     head_block,
     mask_rows,
     program,
@@ -113,6 +114,15 @@ def flash_attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad = grad.contiguous()
     terms = _row_terms(grad, out.contiguous(), row_max.contiguous(), row_sum.contiguous())
+    plain = config is mask is slopes is None and not dropout_p
+    if plain and window_left == window_right == -1 and for_hopper(q, k, v, grad):
+        # Gluon is experimental: another Triton may lack it
+        from oss_fused.kernels.flash_attention.hopper_key_gradient import key_gradient
+        from oss_fused.kernels.flash_attention.hopper_query_gradient import query_gradient
+
+        query_gradient(grad, q, k, v, terms, dq, scale, causal)
+        key_gradient(grad, q, k, v, terms, dk, dv, scale, causal)
+        return dq, dk, dv
     rule = _tiles(q.device, q.dtype, dim, dim_v)
     tiles_q, tiles_kv = config or (rule, _swapped(rule))
     # one width of both tiles: axis 2 counts tiles of dK and of dV alike

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.checks import FP8, HALF_DTYPES
+from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.flash_attention.reference import product_dtype
 from oss_fused.kernels.flash_attention.tile import (
     LN2,
@@ -29,6 +29,7 @@ from oss_fused.kernels.flash_attention.tile import (
     bias_and_hide,
     dot_dtype,
     dropout,
+    for_hopper,
     head_block,
     head_tiles,
     kept_tile,
@@ -43,7 +44,6 @@ from oss_fused.kernels.flash_attention.tile import (
     with_tiles,
 )
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.numerics import quantize_static, round_to
 
 
@@ -265,32 +265,14 @@ def _operand(t: torch.Tensor) -> Rows:
     return rows_of(t)
 
 
-# queries from which on heads of 64 values take hopper.py
+# queries from which on heads of 64 values take hopper.py: its tiles have 192 queries for them, and
+# below the Triton kernel is faster (docs/results/h200/attention-forward.json)
 _LONG = 2048
 
 
 def _for_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether hopper.py takes these operands: halves, heads of 33 to 128 values, rows for TMA.
-
-    Its tiles have 192 queries for heads to 64: below 2048 queries the Triton kernel is faster there
-    (docs/results/h200/attention-forward.json).
-    """
-    return (
-        q.dtype in HALF_DTYPES
-        and q.dtype == k.dtype == v.dtype
-        and min(q.shape[3], v.shape[3]) > 32
-        and max(q.shape[3], v.shape[3]) <= 128
-        and (max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= _LONG)
-        and k.shape[2] > 0
-        and all(_addressable(t) for t in (q, k, v))
-        and runs_gluon(q.device)
-    )
-
-
-def _addressable(t: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can have the strides of ``t``."""
-    steps = (t.data_ptr(), *(stride * t.element_size() for stride in t.stride()[:-1]))
-    return t.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+    """Whether hopper.py takes these operands where no option but causality is on."""
+    return (max(q.shape[3], v.shape[3]) > 64 or q.shape[2] >= _LONG) and for_hopper(q, k, v)
 
 
 def flash_attention(

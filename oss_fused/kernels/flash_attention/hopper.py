@@ -19,29 +19,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from oss_fused.kernels.flash_attention.hopper_tile import (
+    OTHER_BYTES,
+    ROWS_EACH,
+    box_descriptor,
+    buffers_of,
+    flat,
+    key_blocks,
+    make_turns,
+)
 from oss_fused.kernels.flash_attention.tile import LN2, LOG2E
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.pipeline import copy_box, next_slot, ring_stages, store_tile, sums_layout
+from oss_fused.kernels.pipeline import (
+    barriers_of,
+    copy_box,
+    next_slot,
+    ring_stages,
+    store_tile,
+    sums_layout,
+)
 
-# queries of a consumer, and keys of a block
-_ROWS, _KEYS = 64, 128
-# of shared memory: barriers, and the exchange of a result's layout
-_OTHER_BYTES = 24 * 1024
+# keys of a block
+_KEYS = 128
 # columns whose sums of weights stay apart: those of a thread and of its three neighbours
 _APART = gl.constexpr(8)
-
-
-@gluon.jit
-def _blocks(first, keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Blocks of keys that all queries of the CTA see whole, and those that any of them sees."""
-    end = keys
-    full = keys
-    if CAUSAL:
-        end = gl.minimum(end, first + BLOCK_M)
-        full = gl.minimum(full, first + 1)
-    return full // BLOCK_N, gl.cdiv(end, BLOCK_N)
 
 
 @gluon.jit
@@ -61,7 +63,7 @@ def _load(
     ROWS: gl.constexpr = rows.type.shape[3]
     STAGES: gl.constexpr = key_ring.type.shape[0]
     BLOCK_N: gl.constexpr = key_ring.type.shape[3]
-    _full, blocks = _blocks(first, keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N)
+    _full, blocks = key_blocks(first, keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N)
     for part in gl.static_range(CONSUMERS):
         mbarrier.expect(ready.index(part), q_desc.block_type.nbytes)
         copy_box(q_desc, [b, h, first + part * ROWS, 0], ready.index(part), rows.index(part))
@@ -99,12 +101,6 @@ def _weigh(logits, best, scale, row, start, keys, EDGE: gl.constexpr, CAUSAL: gl
 
 
 @gluon.jit
-def _flat(box):
-    """A box [1, 1, rows, columns] of shared memory as [rows, columns]."""
-    return box.reshape([box.type.shape[2], box.type.shape[3]])
-
-
-@gluon.jit
 def _step(
     state,
     block,
@@ -132,12 +128,12 @@ def _step(
     logits = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
     mbarrier.wait(k_full.index(slot), phase)
     mbarrier.wait(turn.index(PART), block & 1 ^ 1)
-    x = _flat(rows.index(PART))
+    x = flat(rows.index(PART))
     logits = warpgroup_mma(
-        x, _flat(key_ring.index(slot)).permute((1, 0)), logits, use_acc=False, is_async=True
+        x, flat(key_ring.index(slot)).permute((1, 0)), logits, use_acc=False, is_async=True
     )
     mbarrier.wait(v_full.index(before), before_phase)
-    acc = warpgroup_mma(weights, _flat(value_ring.index(before)), acc, is_async=True)
+    acc = warpgroup_mma(weights, flat(value_ring.index(before)), acc, is_async=True)
     mbarrier.arrive(turn.index((PART + 1) % CONSUMERS), count=1)
     logits = warpgroup_mma_wait(1, deps=[logits])
     mbarrier.arrive(k_empty.index(slot), count=1)
@@ -197,15 +193,15 @@ def _consume(
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     DTYPE: gl.constexpr = rows.dtype
-    full, blocks = _blocks(first, keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N)
+    full, blocks = key_blocks(first, keys, CAUSAL, CONSUMERS * ROWS, BLOCK_N)
     row = first + PART * ROWS
     scale = scale * LOG2E
     mbarrier.wait(ready.index(PART), 0)
     mbarrier.wait(k_full.index(0), 0)
     logits = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
     logits = warpgroup_mma(
-        _flat(rows.index(PART)),
-        _flat(key_ring.index(0)).permute((1, 0)),
+        flat(rows.index(PART)),
+        flat(key_ring.index(0)).permute((1, 0)),
         logits,
         use_acc=False,
         is_async=True,
@@ -223,45 +219,23 @@ def _consume(
         state = _step(state, block, ring, turn, scale, row, keys, True, CAUSAL, PART, HOLD)
     acc, weights, sums, best, slot, phase = state
     mbarrier.wait(v_full.index(slot), phase)
-    acc = warpgroup_mma(weights, _flat(value_ring.index(slot)), acc, is_async=True)
+    acc = warpgroup_mma(weights, flat(value_ring.index(slot)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _store(acc, sums, best, target, sizes, row)
 
 
 @gluon.jit
-def _buffers(desc, COUNT: gl.constexpr):
-    shape: gl.constexpr = [COUNT, 1, 1, desc.block_type.shape[2], desc.block_type.shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def _make_ring(q_desc, k_desc, v_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Buffers of queries, keys and values; barriers between the loading warp and the consumers."""
-    rows = _buffers(q_desc, CONSUMERS)
-    keys = _buffers(k_desc, STAGES)
-    values = _buffers(v_desc, STAGES)
-    ready = _barriers(CONSUMERS, 1)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, CONSUMERS)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, CONSUMERS)
+    rows = buffers_of(q_desc, CONSUMERS)
+    keys = buffers_of(k_desc, STAGES)
+    values = buffers_of(v_desc, STAGES)
+    ready = barriers_of(CONSUMERS, 1)
+    k_full = barriers_of(STAGES, 1)
+    k_empty = barriers_of(STAGES, CONSUMERS)
+    v_full = barriers_of(STAGES, 1)
+    v_empty = barriers_of(STAGES, CONSUMERS)
     return rows, keys, values, ready, k_full, k_empty, v_full, v_empty
-
-
-@gluon.jit
-def _make_turns(CONSUMERS: gl.constexpr):
-    """A barrier for each consumer: the one before lets it begin; the first one may."""
-    turn = _barriers(CONSUMERS, 1)
-    mbarrier.arrive(turn.index(0), count=1)
-    return turn
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "queries", "keys"])
@@ -286,7 +260,7 @@ def _flash_attention_hopper_kernel(
 ):
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     ring = _make_ring(q_desc, k_desc, v_desc, STAGES, CONSUMERS)
-    turn = _make_turns(CONSUMERS)
+    turn = make_turns(CONSUMERS)
     head = gl.program_id(0)
     # causal: the blocks with most keys come first
     block = gl.num_programs(1) - 1 - gl.program_id(1) if CAUSAL else gl.program_id(1)
@@ -317,12 +291,6 @@ def _flash_attention_hopper_kernel(
         )
 
 
-def _descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Boxes [1, 1, rows, columns] of ``t`` [B, heads, rows, D]; zeros outside."""
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, columns], layout)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -339,13 +307,13 @@ def attend(
     columns, columns_v = (64 if size <= 64 else 128 for size in (dim, dim_v))
     # sums of three consumers fit the registers for heads of 64
     consumers = 3 if columns == columns_v == 64 else 2
-    held = consumers * _ROWS * columns * 2
-    stages = ring_stages(2 * _KEYS * (columns + columns_v), held + _OTHER_BYTES, 4)
-    grid = (batch * heads, cdiv(queries, consumers * _ROWS))
+    held = consumers * ROWS_EACH * columns * 2
+    stages = ring_stages(2 * _KEYS * (columns + columns_v), held + OTHER_BYTES, 4)
+    grid = (batch * heads, cdiv(queries, consumers * ROWS_EACH))
     _flash_attention_hopper_kernel[grid](
-        _descriptor(q, _ROWS, columns),
-        _descriptor(k, _KEYS, columns),
-        _descriptor(v, _KEYS, columns_v),
+        box_descriptor(q, ROWS_EACH, columns),
+        box_descriptor(k, _KEYS, columns),
+        box_descriptor(v, _KEYS, columns_v),
         out,
         row_max,
         row_sum,

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.checks import HALF_DTYPES
 from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.numerics import (
     INTERPRETED,
     column_bits,
@@ -263,6 +265,27 @@ def shared_memory(device: torch.device) -> int:
         return 0
     properties: Any = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin
+
+
+def for_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
+    """Whether the Gluon kernels take these operands where no option but causality is on.
+
+    Halves, heads of 33 to 128 values, rows that tensor descriptors can address (``more`` too).
+    """
+    return (
+        q.dtype in HALF_DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and min(q.shape[3], v.shape[3]) > 32
+        and max(q.shape[3], v.shape[3]) <= 128
+        and k.shape[2] > 0
+        and all(_addressable(t) for t in (q, k, v, *more))
+        and runs_gluon(q.device)
+    )
+
+
+def _addressable(t: torch.Tensor) -> bool:
+    steps = (t.data_ptr(), *(stride * t.element_size() for stride in t.stride()[:-1]))
+    return t.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def rows_of(t: torch.Tensor) -> Rows:
