@@ -42,11 +42,15 @@ class Arm:
 
 
 class Lengths(NamedTuple):
-    """Tokens in and out of a request, and numbers of concurrent requests (none: the common)."""
+    """Tokens in and out of a request, and numbers of concurrent requests (none: the common).
+
+    ``prompts`` has the number of requests for each of ``concurrency``.
+    """
 
     inputs: int
     outputs: int
     concurrency: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
 
 
 def parse_arm(text: str) -> Arm:
@@ -80,18 +84,25 @@ def check_model(model: str) -> None:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Read ``INPUT:OUTPUT`` tokens, or ``INPUT:OUTPUT@N,N`` with concurrencies of their own.
+    """Read ``INPUT:OUTPUT`` tokens, or ``INPUT:OUTPUT@N,NxP`` with concurrencies of their own.
 
     Raises:
         ValueError: a number is missing, or below 1.
     """
-    match = re.fullmatch(r"(\d+):(\d+)(?:@(\d+(?:,\d+)*))?", text)
-    numbers = [int(number) for number in re.findall(r"\d+", text)] if match else [0]
-    if not all(numbers):
+    match = re.fullmatch(r"(\d+):(\d+)(?:@(\d+(?:x\d+)?(?:,\d+(?:x\d+)?)*))?", text)
+    if not match or not all(int(number) for number in re.findall(r"\d+", text)):
         raise ValueError(
-            f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128 or 4096:16@1,4"
+            f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128, or with concurrent "
+            "requests and their number in all, such as 4096:16@1,4 or 1024:1024@256x512"
         )
-    return Lengths(numbers[0], numbers[1], tuple(numbers[2:]))
+    pairs = [each.partition("x") for each in match[3].split(",")] if match[3] else []
+    concurrency = tuple(int(number) for number, _, _ in pairs)
+    prompts = tuple(int(total or _default_prompts(int(number))) for number, _, total in pairs)
+    return Lengths(int(match[1]), int(match[2]), concurrency, prompts)
+
+
+def _default_prompts(concurrency: int) -> int:
+    return max(8, 4 * concurrency)
 
 
 def make_grid(
@@ -103,8 +114,7 @@ def make_grid(
         lengths: input and output tokens.
         concurrency: numbers of concurrent requests, for lengths that have none of their own.
         num_prompts: requests a cell: one number per concurrency, one for all, or none for
-            four times the concurrency and at least 8. Lengths with concurrencies of their own
-            take the last.
+            four times the concurrency and at least 8.
 
     Raises:
         ValueError: ``num_prompts`` fits neither way, or something is listed twice.
@@ -115,7 +125,7 @@ def make_grid(
         if len(set(values)) != len(values):
             raise ValueError(f"{name} {list(values)}: expected each value once")
     if not num_prompts:
-        num_prompts = [max(8, 4 * number) for number in concurrency]
+        num_prompts = [_default_prompts(number) for number in concurrency]
     elif len(num_prompts) == 1:
         num_prompts = list(num_prompts) * len(concurrency)
     if len(num_prompts) != len(concurrency):
@@ -127,7 +137,7 @@ def make_grid(
     return [
         Cell(number, each.inputs, each.outputs, prompts)
         for each in lengths
-        for number, prompts in [(n, max(8, 4 * n)) for n in each.concurrency] or common
+        for number, prompts in list(zip(each.concurrency, each.prompts)) or common
     ]
 
 

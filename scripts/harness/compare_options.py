@@ -54,9 +54,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=argument(compare.parse_lengths),
         nargs="+",
         default=[compare.Lengths(128, 128)],
-        metavar="IN:OUT[@N,N]",
+        metavar="IN:OUT[@N[xP],...]",
         help="tokens in and out of a request (default: 128:128); @ gives them concurrencies of "
-        "their own, such as 4096:16@1,4",
+        "their own, such as 4096:16@1,4, and P requests in all (default: 4 x N, >= 8)",
     )
     add(
         "--num-prompts",

@@ -32,7 +32,8 @@ def test_parse_arm_refuses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["128", "0:5", "5:0", "a:b", "-1:4", "1:2:3", "1:2@", "1:2@0", "1:2@3,"]
+    "text",
+    ["128", "0:5", "5:0", "a:b", "-1:4", "1:2:3", "1:2@", "1:2@0", "1:2@3,", "1:2@3x", "1:2@3x0"],
 )
 def test_parse_lengths_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="expected INPUT:OUTPUT"):
@@ -48,6 +49,7 @@ def test_grid_takes_prompts_per_concurrency() -> None:
     assert prompts([short], [1, 32], []) == [(1, 8, 8), (32, 8, 128)]
     assert [row[2] for row in prompts([short, long], [1, 32], [3, 64])] == [3, 64] * 2
     assert prompts([short, own], [1], [3]) == [(1, 8, 3), (3, 7, 12), (5, 7, 20)]
+    assert prompts([parse_lengths("7:1@3x5,4")], [1], [3]) == [(3, 7, 5), (4, 7, 16)]
     with pytest.raises(ValueError, match="one per concurrency"):
         make_grid([short], [1, 2, 3], [1, 2])
     with pytest.raises(ValueError, match=r"lengths 7:1 \[3, 3\]: expected each value once"):
