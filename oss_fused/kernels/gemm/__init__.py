@@ -3,8 +3,8 @@
 
 fp8_gemm: a [M, K] and b [N, K] float8_e4m3fn, K contiguous; a_scale [M, 1] or [1], b_scale
 [N, 1] or [1] float32; bias [N] or None; ``out = acc * a_scale * b_scale + bias`` in float32,
-rounded once to out_dtype. On a CPU ``b`` may be bf16 or float32 holding the values of e4m3 codes;
-with bf16, ``acc`` is rounded to bf16 before it is scaled.
+rounded once to out_dtype. On a CPU ``b`` may be bf16, packed bf16 (packed.py) or float32 holding the
+values of e4m3 codes; with the first two, ``acc`` is rounded to bf16 before it is scaled.
 
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
 and multiplied as above; the result has x's dtype.
@@ -22,11 +22,22 @@ import torch
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
 from oss_fused.kernels.contract import OneOf, Operand, Scale
 from oss_fused.kernels.gemm import reference
+from oss_fused.kernels.gemm.packed import PACKED
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.quantize import check_scale_of_rows
 
 # served layers unpack their codes once, modules theirs, where there are no FP8 tensor cores
-_CPU_CODES = (torch.bfloat16, torch.float32)
+_CPU_CODES = (torch.bfloat16, PACKED, torch.float32)
+
+
+def _gemm_fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    # of vLLM's product of packed weights PyTorch knows no shape
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
 
 declare(
     reference.fp8_gemm,
@@ -39,6 +50,7 @@ declare(
         "out_dtype": OneOf(*FLOAT_DTYPES),
     },
     {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang", "nvcc": "nvcc", "cpu": "cpu"},
+    fake=_gemm_fake,
     example={"M": 20, "N": 48, "K": 64},
 )
 
@@ -58,5 +70,6 @@ declare(
     },
     {"triton": "triton", "cuda": "cuda_linear", "cpu": "cpu"},
     check=_check_input_scale,
+    fake=_linear_fake,
     example={"...": (20,), "N": 48, "K": 64, "input_scale": None},
 )

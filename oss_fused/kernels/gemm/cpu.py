@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.gemm import reference
-from oss_fused.kernels.gemm.reference import BF16, bf16_product
+from oss_fused.kernels.gemm.reference import BF16, CPU_WEIGHTS, bf16_product
 
 
 def fp8_gemm(
@@ -19,7 +19,7 @@ def fp8_gemm(
     prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
-    if b.dtype != BF16 or out_dtype != BF16:
+    if b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
         return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype)
     from oss_fused.kernels import cpu_rows
 
@@ -35,7 +35,7 @@ def fp8_linear(
     prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
-    if weight.dtype != BF16 or x.dtype != BF16 or input_scale is not None:
+    if weight.dtype not in CPU_WEIGHTS or x.dtype != BF16 or input_scale is not None:
         return reference.fp8_linear(x, weight, weight_scale, input_scale, bias)
     from oss_fused.kernels import cpu_rows
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.gemm.packed import BF16, PACKED, product
 from oss_fused.kernels.quantize.reference import quantize_rows
 
-BF16 = torch.bfloat16
+# dtypes of weights that hold e4m3 codes as bf16 numbers
+CPU_WEIGHTS = (BF16, PACKED)
 # rows from which a float32 product and the weight's conversion are faster than a bf16 product
 MANY_ROWS = 32
 
@@ -47,17 +49,20 @@ def _scaled_product(
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    product = bf16_product(a.to(BF16), b) if b.dtype == BF16 else torch.mm(a, b.float().t())
-    out = product.float().mul_(a_scale).mul_(b_scale.view(1, -1))
+    is_bf16 = b.dtype in CPU_WEIGHTS
+    acc = bf16_product(a.to(BF16), b) if is_bf16 else torch.mm(a, b.float().t())
+    out = acc.float().mul_(a_scale).mul_(b_scale.view(1, -1))
     return out if bias is None else out.add_(bias)
 
 
 def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b.T`` of bf16 [M, K] and [N, K] on a CPU, summed in float32, rounded to bf16.
 
-    A CPU without bf16 instructions multiplies many rows in float32: widening the weight takes less
+    ``b`` may be packed; see packed.py. A CPU without bf16 instructions multiplies many rows in float32: widening the weight takes less
     time than a bf16 product there.
     """
+    if b.dtype == PACKED:
+        return product(a, b)
     if a.shape[0] < MANY_ROWS or torch.cpu._is_avx512_bf16_supported():
         return torch.nn.functional.linear(a, b)
     return torch.mm(a.float(), b.float().t()).to(BF16)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
+from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_dtype
 from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.gemm.packed import PACKED
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.weight_only import reference
 
@@ -28,15 +29,21 @@ def _empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _check_packed(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.dtype == PACKED:
+        check_dtype("x", x, (torch.bfloat16,))
+
+
 declare(
     reference.weight_only_linear,
     {
-        "weight": Operand("N K", FP8, cpu=(torch.bfloat16, torch.float32)),
+        "weight": Operand("N K", FP8, cpu=(torch.bfloat16, PACKED, torch.float32)),
         "x": Operand("... K", *FLOAT_DTYPES),
         "weight_scale": Scale("N"),
         "bias": Operand("N", *FLOAT_DTYPES),
     },
     {"triton": "triton"},
+    check=_check_packed,
     fake=_empty,
     example={"...": (20,), "N": 48, "K": 64},
 )

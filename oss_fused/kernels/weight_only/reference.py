@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from oss_fused.kernels.gemm.reference import BF16, bf16_product
+from oss_fused.kernels.gemm.reference import BF16, CPU_WEIGHTS, bf16_product
 
 
 def weight_only_linear(
@@ -18,7 +18,7 @@ def weight_only_linear(
     """``(x @ weight.T) * weight_scale.T + bias``; see kernels/weight_only for the contract."""
     n, k = weight.shape
     rows = x.reshape(x.shape[:-1].numel(), k)
-    if x.dtype == weight.dtype == BF16:
+    if x.dtype == BF16 and weight.dtype in CPU_WEIGHTS:
         product = bf16_product(rows, weight).float()
     else:
         # float16 activations do not fit into bf16

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """FP8 linear layers and FP8 lm_head of a served model.
 
-Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they are unpacked to bf16,
-which holds every code, once after loading: converting at every call costs more than the product
-of few rows.
+Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they become bf16 once after
+loading, which holds every code, in the order that its bf16 instructions read: doing either at every
+call costs more than the product of few rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
@@ -35,6 +36,7 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.gemm import packed
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.checks import (
     FLOATS,
@@ -48,6 +50,8 @@ from oss_fused.layers.vllm.checks import (
 from oss_fused.layers.vllm.reload import CheckedMethod
 from oss_fused.layers.vllm.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
+
+logger = init_logger(__name__)
 
 _fp8_gemm, _fp8_linear = direct("fp8_gemm"), direct("fp8_linear")
 _weight_only_linear = direct("weight_only_linear")
@@ -171,7 +175,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             check_unquantised(layer, self.prefix)
             codes, scale = torch.ops.oss_fused.quantize_fp8(layer.weight.data, None, "channel")
         if not codes.is_cuda:
-            codes = _unpacked(codes)
+            codes = _numbers(codes, self.dtype)
         replace_parameter(layer, "weight", codes)
         if self.calibrated:
             replace_parameter(layer, "weight_scale", scale)
@@ -217,13 +221,24 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         return _fp8_linear(x, layer.weight, layer.weight_scale, input_scale, bias, True)
 
 
-def _unpacked(codes: torch.Tensor) -> torch.Tensor:
-    """The codes' numbers in bf16 [N, K]; of wide layers with N innermost.
+def _numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The codes' numbers in bf16 [N, K], two bytes each, for a CPU and a model of ``dtype``.
 
-    oneDNN multiplies one row by a wide weight faster in that order, and by others in this.
+    Packed for its bf16 instructions where vLLM has operations for that and the shape fits;
+    elsewhere wide layers have N innermost: oneDNN multiplies one row by a wide weight faster in
+    that order, and by others in this.
     """
     n, k = codes.shape
     numbers = codes.to(torch.bfloat16)
+    # other activations may need more bits than a packed product takes
+    if dtype == torch.bfloat16:
+        if packed.available():
+            return packed.pack(numbers) if packed.fits(n, k) else numbers
+        if packed.HAS_INSTRUCTIONS:
+            logger.warning_once(
+                "oss_fused: this vLLM has no product of packed bf16 weights for this CPU; linear "
+                "layers take PyTorch's, which packs the weight at every call"
+            )
     return numbers.t().contiguous().t() if n > 2 * k else numbers
 
 
