@@ -21,18 +21,22 @@ from oss_fused.kernels.scale_values import MIN_SCALE
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
-_U32, _F32 = np.uint32, np.float32
+_U32, _I32, _F32 = np.uint32, np.int32, np.float32
 _MAX, _MIN, _ONE, _ZERO = _F32(448), _F32(MIN_SCALE), _F32(1), _F32(0)
 # the spacing of float32 at 2**14 is that of e4m3's subnormal numbers: adding it rounds to them
 _SUBNORMAL = _F32(2.0**14)
-_SUBNORMAL_BITS = _U32((127 + 14) << 23)
-# magnitudes as float32 bits: e4m3's smallest normal number, and where it ends
-_NORMAL, _END = _U32((127 - 6) << 23), _U32(0x43F00000)
+_SUBNORMAL_BITS = _I32((127 + 14) << 23)
+# Every step of whole numbers is cast to 32 bits: Numba computes in 64, half as many at a time.
+# Magnitudes as float32 bits: e4m3's smallest normal number, and where it ends
+_NORMAL, _END = _I32((127 - 6) << 23), _I32(0x43F00000)
 # exponent biases of float32 and e4m3 differ by 120; e4m3 keeps the top 3 of 23 mantissa bits
-_REBIAS, _HALF, _DROPPED = _U32(120 << 23), _U32(0x7FFFF), _U32(20)
-_ONE_BIT = _U32(1)
-# e4m3 code -> bits of the same number in bf16
-_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).to(BF16).view(torch.uint16).numpy()
+_REBIAS, _HALF, _DROPPED = _I32(120 << 23), _I32(0x7FFFF), _I32(20)
+_ONE_BIT, _MAGNITUDE = _I32(1), _I32(0x7FFFFFFF)
+# of a code: its sign, NaN, what is not its sign, and the subnormal ones' spacing
+_SIGN, _NAN, _UNSIGNED, _SPACING = _I32(0x80), _I32(0x7F), _I32(0x7F), _F32(2.0**-9)
+# bf16's NaN; shifts from the sign and mantissa of float32 and of a code to the other's, or bf16's
+_NAN_BITS, _TO_BYTE, _TO_SIGN, _TO_MANTISSA = _I32(0x7FC0), _I32(24), _I32(8), _I32(4)
+_TOP, _REBIAS_BF16, _FIRST_NORMAL = _I32(16), _I32(120 << 7), _I32(8)
 
 _jit = numba.njit(error_model="numpy")
 _BITS, _CODES, _FLOATS = (types.CPointer(t) for t in (types.uint16, types.uint8, types.float32))
@@ -41,8 +45,8 @@ _BITS, _CODES, _FLOATS = (types.CPointer(t) for t in (types.uint16, types.uint8,
 @numba.njit(error_model="numpy", fastmath={"reassoc"})
 def _sum_of_squares(values):
     total = _ZERO
-    for value in values:
-        total += value * value
+    for j in range(values.size):
+        total += values[j] * values[j]
     return total
 
 
@@ -56,38 +60,51 @@ def _widen(bits, wide):
 def _round_to_bf16(wide, bits):
     for j in range(bits.size):
         w = wide[j]
-        rounded = (w + _U32(0x7FFF) + ((w >> _U32(16)) & _ONE_BIT)) >> _U32(16)
+        rounded = (w + _U32(0x7FFF) + ((w >> _U32(16)) & _U32(1))) >> _U32(16)
         nan = (w & _U32(0x7FFFFFFF)) > _U32(0x7F800000)
         bits[j] = np.uint16(_U32(0x7FC0) if nan else rounded)
 
 
 @_jit
+def _largest(bits):
+    """Bits of the largest magnitude of a row: magnitudes order as they do, NaN above all."""
+    largest = np.uint16(0)
+    for j in range(bits.size):
+        magnitude = np.uint16(bits[j] & np.uint16(0x7FFF))
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@_jit
 def _quantize(bits, codes, wide, shifted):
     """Codes of a row; returns its scale. ``wide`` and ``shifted`` are scratch."""
-    amax_bits = np.zeros(1, np.uint32)
-    for j in range(bits.size):
-        # magnitudes order as their bits do, NaN above all
-        amax_bits[0] = max(amax_bits[0], (_U32(bits[j]) & _U32(0x7FFF)) << _U32(16))
-    amax = amax_bits.view(np.float32)[0]
+    values, sums = wide.view(np.float32), shifted.view(np.float32)
+    wide[0] = _U32(_largest(bits)) << _U32(16)
+    amax = values[0]
     scale = amax / _MAX
     if scale < _MIN:
         scale = _MIN if amax > _ZERO else _ONE
     factor = _ONE / scale
     _widen(bits, wide)
-    values, sums = wide.view(np.float32), shifted.view(np.float32)
     for j in range(bits.size):
         values[j] *= factor
         sums[j] = abs(values[j]) + _SUBNORMAL
-    for j in range(bits.size):
-        magnitude = wide[j] & _U32(0x7FFFFFFF)
-        odd = (magnitude >> _DROPPED) & _ONE_BIT
-        code = _U32(magnitude - _REBIAS + _HALF + odd) >> _DROPPED
-        if magnitude < _NORMAL:
-            code = _U32(shifted[j] - _SUBNORMAL_BITS)
-        if magnitude >= _END:
-            code = _U32(0x7F)
-        codes[j] = np.uint8(code | ((wide[j] >> _U32(24)) & _U32(0x80)))
+    _encode(wide.view(np.int32), shifted.view(np.int32), codes)
     return scale
+
+
+@_jit
+def _encode(wide, shifted, codes):
+    """Codes of float32 bits ``wide``; ``shifted``: bits of the magnitudes plus _SUBNORMAL."""
+    for j in range(codes.size):
+        bits = wide[j]
+        magnitude = _I32(bits & _MAGNITUDE)
+        odd = _I32(_I32(magnitude >> _DROPPED) & _ONE_BIT)
+        normal = _I32(_I32(_I32(magnitude - _REBIAS) + _I32(_HALF + odd)) >> _DROPPED)
+        subnormal = _I32(shifted[j] - _SUBNORMAL_BITS)
+        code = normal if magnitude >= _NORMAL else subnormal
+        code = code if magnitude < _END else _NAN
+        codes[j] = np.uint8(code | _I32(_I32(bits >> _TO_BYTE) & _SIGN))
 
 
 def _quantize_rows(x, codes, scale, rows, size):
@@ -127,8 +144,17 @@ def _norm_rows(x, residual, weight, hidden, normed, codes, scale, added, eps, ro
 
 def _decode(codes, out, size):
     codes, out = carray(codes, (size,)), carray(out, (size,))
+    wide = np.empty(size, np.int32)
+    values = wide.view(np.float32)
     for j in range(size):
-        out[j] = _VALUES[codes[j]]
+        values[j] = _F32(_I32(codes[j]) & _UNSIGNED) * _SPACING
+    for j in range(size):
+        code = _I32(codes[j])
+        unsigned = _I32(code & _UNSIGNED)
+        bits = _I32(_I32(unsigned << _TO_MANTISSA) + _REBIAS_BF16)
+        bits = bits if unsigned >= _FIRST_NORMAL else _I32(wide[j] >> _TOP)
+        bits = bits if unsigned != _NAN else _NAN_BITS
+        out[j] = np.uint16(bits | _I32(_I32(code & _SIGN) << _TO_SIGN))
 
 
 def _scale_rows(product, of_row, row_step, of_column, bias, has_bias, rows, columns):

@@ -46,6 +46,16 @@ def test_codes_and_scales_are_the_twins_bit_for_bit(rows, size, magnitude):
     assert torch.equal(bits(codes), bits(twin))
 
 
+def test_silu_of_every_bf16_is_the_twins():
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    # each a row of its own, so that its code and scale are those of its magnitude
+    x = torch.stack([every, torch.ones_like(every)], -1)
+    (codes, scale), (twin, twin_scale) = both("act_mul_quant", x, "silu", None)
+    torch.testing.assert_close(scale, twin_scale, rtol=0, atol=0, equal_nan=True)
+    finite = scale.isfinite().view(-1)
+    assert torch.equal(bits(codes)[finite], bits(twin)[finite])
+
+
 def test_every_tie_is_rounded_to_even():
     """Halfway between neighbouring codes, on both sides of zero, with a scale of one."""
     numbers = torch.arange(0x7E, dtype=torch.uint8).view(FP8).float()
