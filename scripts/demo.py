@@ -27,9 +27,10 @@ from oss_fused.environment import has_gpu
 from oss_fused.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-# a model of 135 million parameters knows the answers
+# a model of 135 million parameters knows the answers; its first token leads by half a unit of
+# log-probability and more, which rounding does not turn round
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of Germany?",
     "What is the capital of Japan?",
     "What is 2 plus 2?",
 )

@@ -3,8 +3,8 @@
 
 fp8_gemm: a [M, K] and b [N, K] float8_e4m3fn, K contiguous; a_scale [M, 1] or [1], b_scale
 [N, 1] or [1] float32; bias [N] or None; ``out = acc * a_scale * b_scale + bias`` in float32,
-rounded once to out_dtype. On a CPU ``b`` may be bf16, packed bf16 (packed.py) or float32 holding the
-values of e4m3 codes; with the first two, ``acc`` is rounded to bf16 before it is scaled.
+rounded once to out_dtype. On a CPU ``b`` may be bf16, packed bf16 (packed.py) or float32 holding
+the values of e4m3 codes; with the first two, ``acc`` is rounded to bf16 before it is scaled.
 
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
 and multiplied as above; the result has x's dtype.

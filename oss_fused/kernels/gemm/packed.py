@@ -21,6 +21,8 @@ PACKED = torch.int16
 HAS_INSTRUCTIONS = torch.cpu._is_avx512_bf16_supported()
 # sizes of which N and K must be multiples
 _ROWS, _COLUMNS = 16, 32
+# with more, 128 rows of activations take longer than PyTorch's product does
+_MOST_COLUMNS = 3072
 
 
 def available() -> bool:
@@ -46,8 +48,8 @@ def _is_right() -> bool:
 
 
 def fits(n: int, k: int) -> bool:
-    """Whether a weight [n, k] can be packed."""
-    return n > 0 and k > 0 and n % _ROWS == 0 and k % _COLUMNS == 0
+    """Whether a packed weight [n, k] is a gain at every number of rows."""
+    return n > 0 and n % _ROWS == 0 and 0 < k <= _MOST_COLUMNS and k % _COLUMNS == 0
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if not fits(*weight.shape):
         raise ShapeMismatchError(
             f"weight.shape={tuple(weight.shape)}: expected N a multiple of {_ROWS} and K a "
-            f"multiple of {_COLUMNS}"
+            f"multiple of {_COLUMNS}, {_MOST_COLUMNS} at most"
         )
     return torch.ops._C.convert_weight_packed(weight.contiguous()).view(PACKED)
 

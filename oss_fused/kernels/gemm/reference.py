@@ -58,8 +58,8 @@ def _scaled_product(
 def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b.T`` of bf16 [M, K] and [N, K] on a CPU, summed in float32, rounded to bf16.
 
-    ``b`` may be packed; see packed.py. A CPU without bf16 instructions multiplies many rows in float32: widening the weight takes less
-    time than a bf16 product there.
+    ``b`` may be packed; see packed.py. A CPU without bf16 instructions multiplies many rows in
+    float32: widening the weight takes less time than a bf16 product there.
     """
     if b.dtype == PACKED:
         return product(a, b)
