@@ -272,7 +272,13 @@ def test_what_names_the_releases_names_all_that_are_tested():
     (wanted,) = (Requirement(text) for text in given if text.startswith("vllm"))
     for release in compat.TESTED_VLLM:
         assert wanted.specifier.contains(release)
-        for page in ("README.md", "docs/serving.md"):
+        for page in (
+            "README.md",
+            "docs/serving.md",
+            "deploy/docker/Dockerfile",
+            "deploy/cuda/requirements.lock",
+            "deploy/cpu/requirements.lock",
+        ):
             assert release in (ROOT / page).read_text(), page
 
 
