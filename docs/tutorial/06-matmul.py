@@ -143,7 +143,8 @@ def _matmul_tile_kernel(
     if bias is not None:
         acc += tl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[None, :]
     if SILU:
-        acc = acc / (1.0 + tl.exp(-acc))
+        # a power of two with log2(e) in the factor: half the instructions of tl.exp
+        acc = tl.fdiv(acc, 1.0 + tl.exp2(acc * -1.4426950408889634))
     mask = (offs_m[:, None] < m) & (offs_n[None, :] < n)
     out_ptrs = out + offs_m[:, None] * n + offs_n[None, :]
     tl.store(out_ptrs, round_to(acc, out.dtype.element_ty), mask=mask)
