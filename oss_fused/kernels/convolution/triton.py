@@ -4,7 +4,7 @@
 "implicit": the reduction runs over taps of the window, and over blocks of channels inside a tap. In
 NHWC a block of channels is one run of memory, and loads are vectors. In NCHW neighbours along the
 channels are H * W values apart: a warp then reads along the width, a value a thread. Weights are
-taken with channels last, one copy if they are not.
+taken with channels last, one copy if they are not. On Hopper hopper.py takes halves in NHWC.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from oss_fused.kernels.convolution.shape import layout_of, output_size
 from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.numerics import INTERPRETED, round_to
 
 
@@ -245,6 +246,14 @@ def conv2d(
     if out.numel() == 0:
         return out
     w = w.contiguous(memory_format=torch.channels_last)
+    plain = config is None and method == "implicit" and layout_of(x) is torch.channels_last
+    if plain and runs_gluon(x.device):
+        # Gluon is experimental: another Triton may lack it
+        from oss_fused.kernels.convolution.hopper import convolve, takes
+
+        if takes(x, w, stride):
+            convolve(x, w, bias, out, stride, padding, dilation, relu)
+            return out
     pixels = size[0] * size[1]
     rows = images * pixels
     # rows of a result follow each other without gaps in both layouts
