@@ -108,7 +108,7 @@ class _OssModel(CompleteModel, nn.Module):
         options = self.options = vllm_config.quant_config.settings.serving
         if options.fused_layers:
             fuse_decoder_layers(self.model.layers)
-            join_blocks(self.model.layers, OssTransformerBlock, vllm_config, options)
+            join_blocks(self.model, OssTransformerBlock, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
         if options.fused_layers:

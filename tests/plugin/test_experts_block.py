@@ -77,6 +77,12 @@ def block(ranks=ONE_RANK):
     return made
 
 
+def model_of(blocks):
+    model = nn.Module()
+    model.layers = nn.ModuleList(blocks)
+    return model
+
+
 def config(drafts=None):
     return SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace())
 
@@ -114,7 +120,7 @@ def test_joined_blocks_compute_what_they_do_apart(blocks, monkeypatch):
     monkeypatch.delattr(torch.Tensor, "is_cuda")
     apart = run(blocks, x)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
     assert blocks[0].following is not None and blocks[1].following is None
     calls = []
     operator = get_kernel("torch", "norm_moe_norm")
@@ -130,16 +136,16 @@ def test_joined_blocks_compute_what_they_do_apart(blocks, monkeypatch):
 @pytest.mark.parametrize("rank", list(ONE_RANK))
 def test_experts_that_ranks_share_stay_apart(blocks, rank):
     blocks[0] = block(ONE_RANK | {rank: 2})
-    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
     assert not joined.joins(blocks[0], torch.zeros(1, HIDDEN))
 
 
 def test_what_else_keeps_blocks_apart(blocks):
     x = torch.zeros(1, HIDDEN)
     for options, drafts in ((ServingOptions(monitor_every=8), None), (ServingOptions(), "eagle3")):
-        joined.join_blocks(blocks, OssTransformerBlock, config(drafts), options)
+        joined.join_blocks(model_of(blocks), OssTransformerBlock, config(drafts), options)
         assert not joined.joins(blocks[0], x)
-    joined.join_blocks(blocks, OssTransformerBlock, config(), ServingOptions())
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
     assert joined.joins(blocks[0], x) and not joined.joins(blocks[1], x)
     # LoRA reads what the norm wrote
     blocks[1].attn.qkv_proj.requires_unquantized_input = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,9 +38,9 @@ class Following:
 
 
 def join_blocks(
-    blocks: Iterable[Any], kind: type[nn.Module], vllm_config: VllmConfig, options: ServingOptions
+    model: Any, kind: type[nn.Module], vllm_config: VllmConfig, options: ServingOptions
 ) -> None:
-    """Tell each block of class ``kind`` which one follows, where its experts may run its norm.
+    """Tell each block of class ``kind`` which one follows, where its experts may run that norm.
 
     Not with the monitor, which looks at the experts' input, and not with a draft model, which may
     read what a layer returns.
@@ -50,8 +49,10 @@ def join_blocks(
         return
     if getattr(vllm_config.model_config, "enable_return_routed_experts", False):
         return
-    found: list[Any] = [block for block in blocks if type(block) is kind]
-    device = next(iter(found[0].parameters())).device if found else None
+    found: list[Any] = [block for block in model.layers if type(block) is kind]
+    if not found:
+        return
+    device = next(model.parameters()).device
     # one buffer for all layers: their launches follow one another on one stream
     arrivals = torch.zeros(SHARED_ROWS, dtype=torch.int32, device=device)
     for block, after in itertools.pairwise(found):
