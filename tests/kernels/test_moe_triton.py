@@ -9,7 +9,7 @@ from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
 from oss_fused.kernels.launch import runs_gluon
-from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
+from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
@@ -139,6 +139,36 @@ def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
     # for many tokens each expert's share is rounded to bfloat16 before the shares are added
     exact = SAME_ARITHMETIC if tokens < 700 else 2 * SAME_ARITHMETIC
     assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else exact)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inter", "taken"),
+    [(1, 2880, True), (4, 2880, True), (5, 2880, False), (1, 2944, False), (1, 1024, False)],
+)
+def test_who_takes_the_kernel_for_few_tokens(tokens, inter, taken):
+    config = choose_config(4 * tokens, 32, False, True)
+    assert takes_few(config, tokens, 2880, inter) == taken
+    for other in (choose_config(4, 32, True, True), choose_config(4, 32, False, False)):
+        assert not takes_few(other, 1, 2880, 2880)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("hidden,inter", [(2880, 2880), (192, 1536), (256, 3360)])
+def test_few_tokens(device, hidden, inter, tokens):
+    """K with and without a part of a chunk; experts elsewhere; the same bits each time."""
+    if not runs_gluon(device):
+        pytest.skip("needs a Hopper GPU and Gluon")
+    layer = Layer(hidden, inter, 4).to(device)
+    expert_map = torch.tensor([-1, 0, 1, 2, 3, -1, -1, -1], dtype=torch.int32, device=device)
+    x, logits = inputs(device, tokens, hidden, 8)
+    logits[0, 2:5] = 9
+    outputs = [run(layer, 0.05 * x, logits, 4, expert_map) for _ in range(3)]
+    assert relative_error(*outputs[0]) < SAME_ARITHMETIC
+    assert all(torch.equal(outputs[0][0], again) for again, _ in outputs)
+    x[0, 5] = float("nan")
+    bad = run(layer, 0.05 * x, logits, 4, expert_map)[0]
+    assert bad[0].isnan().all() and torch.equal(bad[1:], outputs[0][0][1:])
 
 
 @pytest.mark.gpu

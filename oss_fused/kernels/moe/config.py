@@ -36,7 +36,7 @@ class Tile:
 @dataclass(frozen=True)
 class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
-    whether the kernels for many tokens, or for tens of tokens an expert, run.
+    whether the kernels for many tokens, for tens of tokens an expert, or w2's for few tokens run.
     """
 
     rows: int
@@ -45,6 +45,7 @@ class MoEConfig:
     promote: bool
     large: bool = False
     stream: bool = False
+    few: bool = False
 
     @property
     def sorted_codes(self) -> bool:
@@ -76,13 +77,24 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
         # enough for K (then its weights are on their way before the kernel waits for w13)
         if pairs <= 8:
             gate_up = Tile(1, 4, 3) if pairs <= 4 else Tile(1, 2, 4)
-            return MoEConfig(8, gate_up, Tile(1, 4, 3, shares=6), True)
-        return MoEConfig(
-            8, Tile(1, 2, 4), Tile(1, 1, 4, shares=4 if pairs <= SHARED_ROWS else 1), True
-        )
+            return MoEConfig(8, gate_up, Tile(1, 4, 3, shares=6), True, few=gluon)
+        shared = pairs <= SHARED_ROWS
+        down = Tile(1, 1, 4, shares=4 if shared else 1)
+        return MoEConfig(8, Tile(1, 2, 4), down, True, few=gluon and shared)
     if mean <= 24:
         return MoEConfig(16, wide, single, promote=mean <= 12)
     return MoEConfig(32, wide, wide, False)
+
+
+def takes_few(config: MoEConfig, tokens: int, hidden: int, inter: int) -> bool:
+    """Whether w2's kernel for few tokens runs (moe/few.py).
+
+    Its steps of two chunks divide K, no share of K is empty, and a share fits shared memory.
+    """
+    chunks = inter // 128
+    return (
+        config.few and tokens <= 4 and hidden % 64 == 0 and chunks % 2 == 0 and 10 <= chunks <= 64
+    )
 
 
 def fp8_rows(pairs: int, experts: int) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
-from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config
+from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.reference import uses_fp8_activations
@@ -230,6 +230,23 @@ def down(
     pairs, levels, _ = act.shape
     _, tiles, chosen = _listed(routing, pairs)
     hidden = w2.shape[1]
+    tokens = 0 if routing.scale is None else routing.scale.shape[0]
+    if act_scale is None and takes_few(config, tokens, hidden, inter):
+        from oss_fused.kernels.moe.few import SHARES, down_few
+
+        y = torch.empty(SHARES, pairs, hidden, dtype=y_dtype, device=w2.device)
+        down_few(
+            routing.tiles,
+            act,
+            w2,
+            w2_scale,
+            w2_bias,
+            y,
+            (tokens, tiles, chosen),
+            inter,
+            prefetch_weights,
+        )
+        return y
     y = torch.empty(config.down.shares, pairs, hidden, dtype=y_dtype, device=w2.device)
     if config.sorted_codes:
         weights = (w2, w2_scale, w2_bias)
