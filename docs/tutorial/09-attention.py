@@ -289,6 +289,33 @@ def gpu_rows(bandwidth: float):
                 "error": verdict.reason,
                 "peak_bytes": peak,
             }
+    yield from _windows_timed(loose)
+
+
+def _windows_timed(tolerance: Tolerance):
+    """Causal attention of 32 heads over 8192 tokens, without a window and with two."""
+    q, k, v = (torch.randn(1, 32, 8192, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    n = torch.arange(8192, device="cuda")
+    part = [t[:, :1].float() for t in (q, k, v)]
+    for row in window_cost():
+        window = None if row["window_left"] == "none" else row["window_left"]
+        call = functools.partial(flash_attention, q, k, v, causal=True, window_left=window)
+        seen = n[None, :] <= n[:, None]
+        if window is not None:
+            seen &= n[None, :] >= n[:, None] - window
+        wanted = F.scaled_dot_product_attention(part[0], part[1], part[2], attn_mask=seen)
+        verdict = check_accuracy(call()[:, :1].float(), wanted.double(), tolerance)
+        us = time_graphs({"window": [call]}, 10)["window"].median
+        flops = 32e9 * row["GFLOPs"]
+        yield {
+            "operation": "attention window",
+            "implementation": f"window {row['window_left']}",
+            "problem": "N8192 D64",
+            "us": us,
+            "value": f"{flops * 1e-9:.1f} GFLOPs {32 * row['MB read']:.0f} MB of keys and values",
+            "error": verdict.reason,
+            "flops": flops,
+        }
 
 
 def h200_levels() -> list[dict]:
@@ -325,7 +352,7 @@ if __name__ == "__main__":
 
 # %%
 def window_cost(length: int = 8192, block: int = 64, windows=(None, 1024, 128)) -> list[dict]:
-    """Blocks of keys that a causal kernel visits, and the FLOPs at D = 64 per head."""
+    """Blocks of keys that a causal kernel visits; FLOPs, and MB of them in 16 bits, at D = 64."""
     rows = []
     for window in windows:
         blocks = 0
@@ -333,7 +360,22 @@ def window_cost(length: int = 8192, block: int = 64, windows=(None, 1024, 128)) 
             start = 0 if window is None else max(0, first - window) // block
             blocks += cdiv(first + block, block) - start
         flops = 4 * blocks * block * block * 64
-        rows.append({"window_left": window or "none", "blocks": blocks, "GFLOPs": flops / 1e9})
+        row = {"window_left": window or "none", "blocks": blocks, "GFLOPs": flops / 1e9}
+        rows.append({**row, "MB read": 4e-6 * blocks * block * 64})
+    return rows
+
+
+def h200_windows() -> list[dict]:
+    """The same of 32 heads on one H200."""
+    rows = []
+    for window in ("none", 1024, 128):
+        found = book.measured_rows(
+            "operators-teaching.json",
+            "rows",
+            operation="attention window",
+            implementation=f"window {window}",
+        )
+        rows.append({"window_left": window, "us": found[0]["us"] if found else None})
     return rows
 
 
@@ -341,6 +383,7 @@ if __name__ == "__main__":
     book.show(
         book.table(window_cost(), "N = 8192, causal, blocks of 64; arithmetic, not measured.")
     )
+    book.show(book.table(h200_windows(), "32 heads.", book.source("operators-teaching.json")))
 
 
 # %% [markdown]

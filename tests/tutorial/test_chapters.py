@@ -327,7 +327,7 @@ FIGURES = [
 ]
 
 
-WAITING = ("h200_additions", "h200_levels")
+WAITING = ("h200_additions", "h200_levels", "h200_windows")
 
 
 @pytest.mark.parametrize(("name", "function"), FIGURES)
