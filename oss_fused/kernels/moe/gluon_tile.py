@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from oss_fused.kernels.moe.tile import UNPACK_ASM, UNPACK_TABLE
 
-# that of moe/tile.py, with each operand given once
-_WORDS_ASM = gl.constexpr(UNPACK_ASM.value.replace("$7", "$4"))
+# that of moe/tile.py, with a word given four times as well
+_UNPACK_ASM = gl.constexpr(UNPACK_ASM.value.replace("$7", "$10").replace("$3", "$6"))
 
 
 @gluon.constexpr_function
@@ -57,37 +57,20 @@ def load_chunk(weight, words, chunk, K: gl.constexpr):
 
 
 @gluon.jit
-def unpack_words(weight, words):
-    """e4m3 weights of one chunk, four a word: two int32 [64, 4, 4]; see as_weights.
-
-    A loop may carry words; Triton carries the bytes of codes one by one.
-    """
+def unpack(weight, words, product: gl.constexpr):
+    """e4m3 weights [64, 128] as the first operand of ``product``, from one chunk."""
     block = gl.arange(0, 4, gl.SliceLayout(0, step_layout()))
-    step = ((words[:, None] >> (8 * block)[None, :]) & 0x78)[:, :, None]
+    step = ((words[:, None] >> (8 * block)[None, :]) & 0x78)[:, :, None][:, :, :, None]
     layout: gl.constexpr = gl.SliceLayout(3, _byte_layout())
     weight = gl.convert_layout(weight.reshape([64, 4, 4]), layout, assert_trivial=True)
-    low, weight = gl.broadcast(UNPACK_TABLE[0] + step * 0x01010100, weight)
-    high, weight = gl.broadcast(UNPACK_TABLE[1] + step * 0x01010101, weight)
-    return gl.inline_asm_elementwise(
-        _WORDS_ASM,
-        "=r,=r,r,r,r",
-        [weight, low, high],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def as_weights(first, second, product: gl.constexpr):
-    """What unpack_words gave as e4m3 [64, 128], the first operand of ``product``."""
+    # one word stands for the four bytes that it becomes
+    inputs = [weight[:, :, :, None], UNPACK_TABLE[0] + step * 0x01010100]
+    inputs += [UNPACK_TABLE[1] + step * 0x01010101]
     whole = gl.zeros([64, 4, 4, 4], gl.int32, layout=_byte_layout())
-    first, whole = gl.broadcast(first[:, :, :, None], whole)
-    second, whole = gl.broadcast(second[:, :, :, None], whole)
     first, second = gl.inline_asm_elementwise(
-        "mov.b32 $0, $2; mov.b32 $1, $6;",
-        "=r,=r,r,r,r,r,r,r,r,r",
-        [first, second],
+        _UNPACK_ASM,
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [gl.broadcast(x, whole)[0] for x in inputs],
         dtype=(gl.uint8, gl.uint8),
         is_pure=True,
         pack=4,
@@ -97,13 +80,6 @@ def as_weights(first, second, product: gl.constexpr):
     code = code.permute((1, 0, 2, 4, 6, 3, 5)).reshape([64, 128])
     code = code.to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(code, gl.DotOperandLayout(0, product, 4), assert_trivial=True)
-
-
-@gluon.jit
-def unpack(weight, words, product: gl.constexpr):
-    """e4m3 weights [64, 128] as the first operand of ``product``, from one chunk."""
-    first, second = unpack_words(weight, words)
-    return as_weights(first, second, product)
 
 
 @gluon.jit

@@ -24,13 +24,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.gluon_tile import (
-    as_weights,
     load_chunk,
     row_scale,
     step_layout,
     store_codes,
     unpack,
-    unpack_words,
     word_layout,
 )
 from oss_fused.kernels.moe.router import Routing
@@ -102,51 +100,26 @@ def _load(
 
 
 @gluon.jit
-def _fetch(ring, slot, phase, PART: gl.constexpr):
-    """Weights [64, 128] of a slot, once they are there."""
-    weights, scales, codes, full, _empty = ring
-    CONSUMERS: gl.constexpr = weights.type.shape[0] // codes.type.shape[0]
-    row: gl.constexpr = gl.SliceLayout(1, step_layout())
-    mbarrier.wait(full.index(slot), phase)
-    packed = weights.index(slot * CONSUMERS + PART).load(word_layout())
-    steps = scales.index(slot * CONSUMERS + PART).load(_scale_layout()).reshape([64])
-    return unpack_words(packed, gl.convert_layout(steps, row, assert_trivial=True))
-
-
-@gluon.jit
 def _multiply(weight, words, ring, slot, phase, K: gl.constexpr, PART: gl.constexpr):
-    """Products [64, columns] over all of K, and the ring's next slot and phase.
-
-    A chunk is unpacked while the tensor cores multiply the one before.
-    """
-    _weights, _scales, codes, full, empty = ring
+    """Products [64, columns] over all of K, and the ring's next slot and phase."""
+    weights, scales, codes, full, empty = ring
     STAGES: gl.constexpr = codes.type.shape[0]
     COLUMNS: gl.constexpr = codes.type.shape[1]
+    CONSUMERS: gl.constexpr = weights.type.shape[0] // STAGES
     WHOLE: gl.constexpr = K // 128
+    row: gl.constexpr = gl.SliceLayout(1, step_layout())
     product: gl.constexpr = sums_layout(COLUMNS, 8)
-    acc = gl.zeros([64, COLUMNS], gl.float32, layout=product)
     if WHOLE * 128 < K:
         # on their way while the others are multiplied
         tail, tail_steps = load_chunk(weight, words, WHOLE, K)
-    if WHOLE > 0:
-        first, second = _fetch(ring, slot, phase, PART)
-        for _ in range(WHOLE - 1):
-            before = slot
-            a = as_weights(first, second, product)
-            token = warpgroup_mma(a, codes.index(slot).permute((1, 0)), acc, is_async=True)
-            slot, phase = next_slot(slot, phase, STAGES)
-            next1, next2 = _fetch(ring, slot, phase, PART)
-            # a barrier that has been passed keeps the assembler from unpacking behind the wait
-            mbarrier.wait(full.index(slot), phase)
-            # it takes the operand of the product under way: nothing else may use its registers
-            acc, first, second, next1, next2 = warpgroup_mma_wait(
-                0, deps=[token, first, second, next1, next2]
-            )
-            mbarrier.arrive(empty.index(before), count=1)
-            first = next1
-            second = next2
-        a = as_weights(first, second, product)
+    acc = gl.zeros([64, COLUMNS], gl.float32, layout=product)
+    for _ in range(WHOLE):
+        mbarrier.wait(full.index(slot), phase)
+        packed = weights.index(slot * CONSUMERS + PART).load(word_layout())
+        steps = scales.index(slot * CONSUMERS + PART).load(_scale_layout()).reshape([64])
+        a = unpack(packed, gl.convert_layout(steps, row, assert_trivial=True), product)
         token = warpgroup_mma(a, codes.index(slot).permute((1, 0)), acc, is_async=True)
+        # nothing may run past this: the next weights take the registers of these
         acc = warpgroup_mma_wait(0, deps=[token])
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
