@@ -37,7 +37,7 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
     def kernels(tokens, gluon):
         fp8 = tokens >= fp8_from
         config = choose_config(tokens * top_k, experts, fp8, gluon)
-        return fp8, config, routing_block(tokens, of_all)
+        return fp8, config, tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}
@@ -51,7 +51,9 @@ def test_every_tile_of_fp8_experts(experts, of_all, top_k, limit):
     warmed = first_of_each(limit, lambda t: fp8_variant(t, top_k, experts, of_all))
 
     def kernels(tokens):
-        return fp8_rows(tokens * top_k, experts), routing_block(tokens, of_all)
+        return fp8_rows(tokens * top_k, experts), tuple(
+            routing_block(tokens, of_all, coded) for coded in (True, False)
+        )
 
     met = {kernels(tokens) for tokens in warmed}
     assert {kernels(tokens) for tokens in range(1, limit + 1)} <= met

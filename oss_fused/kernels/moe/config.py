@@ -17,8 +17,9 @@ from oss_fused.kernels.integers import next_power_of_2
 _NORM_AND_ROUTER, _FOUR_EXPERTS = 128, 16
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
-# elements [tokens, experts] that one routing program ranks in one piece
-_ONE_HOT = 4096
+# elements [tokens, experts] that one routing program ranks in one piece, also where the launch
+# encodes x (measured on an H200)
+_ELEMENTS, _CODED_ELEMENTS = 2048, 4096
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ def mxfp4_variant(
         fp8: FP8 activations.
     """
     configs = (choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True))
-    return (fp8, *configs, routing_block(tokens, global_experts))
+    return (fp8, *configs, *_routing(tokens, global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
     """As ``mxfp4_variant``, of FP8 experts."""
-    return (fp8_rows(tokens * top_k, experts), routing_block(tokens, global_experts))
+    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, global_experts))
 
 
 def router_part(tokens: int) -> int | None:
@@ -131,9 +132,15 @@ def router_part(tokens: int) -> int | None:
     return 4 if tokens <= _FOUR_EXPERTS else 8
 
 
-def routing_block(tokens: int, global_experts: int) -> tuple[int, bool]:
-    """Tokens a routing program takes (a power of two), and whether one program does it all."""
-    limit = max(1, _ONE_HOT // max(16, next_power_of_2(global_experts)))
+def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, bool]:
+    """Tokens a routing program takes (a power of two), and whether one program does it all; with
+    ``coded`` the launch also encodes x, which one for many tokens does not."""
+    elements = _CODED_ELEMENTS if coded else _ELEMENTS
+    limit = max(1, elements // max(16, next_power_of_2(global_experts)))
     if tokens <= limit:
         return next_power_of_2(tokens), True
     return min(32, limit), False
+
+
+def _routing(tokens: int, global_experts: int) -> tuple[object, ...]:
+    return tuple(routing_block(tokens, global_experts, coded) for coded in (False, True))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Routing: top-k, softmax, the pairs (token, slot) sorted by expert, and the list of tiles.
 
-Small batches take one launch of one program; larger ones two: each program finds the top-k of its
-BT tokens and counts its pairs per expert, then each places its pairs, knowing everyone's counts.
+Small batches take one launch: one program places the pairs, and one, which repeats the top-k,
+lists the tiles; those that follow turn the rows of x into e4m3 codes in the order of moe/tile.py.
+Larger batches take two: each program finds the top-k of its BT tokens and counts its pairs per
+expert, then each places its pairs, knowing everyone's counts; the codes are a third launch.
 Pairs of an expert keep their order (token, then slot), so nothing depends on timing.
-
-The programs that follow the routing programs of the first launch turn the rows of x into e4m3
-codes in the order of moe/tile.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.choice import sort_keys
 from oss_fused.kernels.moe.config import routing_block
-from oss_fused.kernels.moe.encode import Encoded, empty_codes, encode_row
+from oss_fused.kernels.moe.encode import Encoded, empty_codes, encode_row, encode_rows
 
 
 class Routing(NamedTuple):
@@ -48,55 +47,81 @@ class Routing(NamedTuple):
 class _Shape(NamedTuple):
     """What the routing kernels are compiled for.
 
-    Experts of all ranks and of a token, both also rounded up to powers of two; tokens of a
-    program, pairs of a tile.
+    Experts of all ranks, also rounded up to a power of two, and of a token; tokens of a program,
+    pairs of a tile.
     """
 
     experts: int
     padded_experts: int
     top_k: int
-    padded_k: int
     block: int
     rows: int
 
 
 @triton.jit
+def _packed(logits, column):
+    """Integers that order as the experts are chosen: by value with NaN above all, then the lower
+    expert; and how many low bits are the expert's."""
+    _, key = sort_keys(logits)
+    if logits.dtype == tl.bfloat16:
+        return (key & -65536) | (65535 - column)
+    else:
+        return (key.to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64))
+
+
+@triton.jit
+def _unpacked(best):
+    """(value, expert) of what ``_packed`` made."""
+    if best.dtype == tl.int32:
+        key = best & -65536
+        expert = 65535 - (best & 65535)
+        bits = key ^ ((key >> 31) & 0x7FFF0000)
+    else:
+        key = (best >> 32).to(tl.int32)
+        expert = (0xFFFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
+        bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True), expert
+
+
+@triton.jit
 def _topk(logits, routing, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """Store weights and ids of BT tokens; return the ids [BT, KP] and what is chosen [BT, EP]."""
+    """Store weights and ids of BT tokens; return the ids, a tuple of [BT], and what is chosen
+    [BT, EP]."""
     EXPERTS: tl.constexpr = SHAPE.experts
     K: tl.constexpr = SHAPE.top_k
-    KP: tl.constexpr = SHAPE.padded_k
     BT: tl.constexpr = SHAPE.block
     token = first + tl.arange(0, BT)
     column = tl.arange(0, SHAPE.padded_experts)
-    slot = tl.arange(0, KP)
     live = token < n_tokens
     mask = live[:, None] & (column < EXPERTS)[None, :]
     pointers = logits + token.to(tl.int64)[:, None] * EXPERTS + column[None, :]
-    value, key = sort_keys(tl.load(pointers, mask=mask, other=float("-inf")))
+    loaded = tl.load(pointers, mask=mask, other=float("-inf"))
+    keys = _packed(loaded, column[None, :])
     # below the key of -inf: never chosen while a real expert is left
-    key = tl.where((column < EXPERTS)[None, :], key, -2147483648)
-    chosen = tl.zeros((BT, KP), tl.int32)
-    values = tl.full((BT, KP), float("-inf"), tl.float32)
+    LEAST: tl.constexpr = -2147483648 if loaded.dtype == tl.bfloat16 else -9223372036854775808
+    keys = tl.where((column < EXPERTS)[None, :], keys, LEAST)
+    ids = ()
+    exps = ()
+    top = tl.zeros((BT,), tl.float32)
+    total = tl.zeros((BT,), tl.float32)
     for i in tl.static_range(K):
-        best = tl.argmax(key, axis=1, tie_break_left=True).to(tl.int32)
-        hit = column[None, :] == best[:, None]
-        picked = tl.sum(tl.where(hit, value, 0.0), 1)
-        chosen = tl.where((slot == i)[None, :], best[:, None], chosen)
-        values = tl.where((slot == i)[None, :], picked[:, None], values)
-        key = tl.where(hit, -2147483648, key)
-    # max drops NaN, the differences bring it back
-    top = tl.max(values, 1)[:, None]
-    exps = tl.exp(values - top)
-    if RENORMALIZE:
-        total = tl.sum(tl.where((slot < K)[None, :], exps, 0.0), 1)
-    else:
-        total = tl.sum(tl.where((column < EXPERTS)[None, :], tl.exp(value - top), 0.0), 1)
-    out = token.to(tl.int64)[:, None] * K + slot[None, :]
-    out_mask = live[:, None] & (slot < K)[None, :]
-    tl.store(routing.topk_weights + out, exps / total[:, None], mask=out_mask)
-    tl.store(routing.topk_ids + out, chosen, mask=out_mask)
-    return chosen, (key == -2147483648) & mask
+        best = tl.max(keys, 1)
+        keys = tl.where(keys == best[:, None], LEAST, keys)
+        value, expert = _unpacked(best)
+        if i == 0:
+            top = value
+        # a NaN comes first, and makes all of the row's NaN
+        ids += (expert,)  # type: ignore[assignment]
+        exps += (tl.exp(value - top),)  # type: ignore[assignment]
+        total += exps[i]
+    if not RENORMALIZE:
+        values = tl.where(mask, loaded.to(tl.float32), float("-inf"))
+        total = tl.sum(tl.exp(values - top[:, None]), 1)
+    for i in tl.static_range(K):
+        out = token.to(tl.int64) * K + i
+        tl.store(routing.topk_weights + out, exps[i] / total, mask=live)
+        tl.store(routing.topk_ids + out, ids[i], mask=live)
+    return ids, (keys == LEAST) & mask
 
 
 @triton.jit
@@ -118,14 +143,12 @@ def _place_pairs(chosen, here, base, routing, first, n_tokens, SHAPE: tl.constex
     """
     K: tl.constexpr = SHAPE.top_k
     token = first + tl.arange(0, SHAPE.block)
-    slot = tl.arange(0, SHAPE.padded_k)
     column = tl.arange(0, SHAPE.padded_experts)
     pairs = here.to(tl.int32)
     position = tl.where(here, base[None, :] + tl.cumsum(pairs, 0) - pairs, -1)
     for i in tl.static_range(K):
-        expert = tl.sum(tl.where((slot == i)[None, :], chosen, 0), 1)
         # all others are below -1
-        of_slot = tl.where(column[None, :] == expert[:, None], position, -2)
+        of_slot = tl.where(column[None, :] == chosen[i][:, None], position, -2)
         at = tl.max(of_slot, 1)
         index = token * K + i
         tl.store(routing.order + at, index, mask=at >= 0)
@@ -262,10 +285,13 @@ def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.cons
     start = tl.cumsum(total, 0) - total
     first = pid * SHAPE.block
     token = first + tl.arange(0, SHAPE.block)
-    slot = tl.arange(0, SHAPE.padded_k)
-    mask = (token < n_tokens)[:, None] & (slot < K)[None, :]
-    chosen = tl.load(routing.topk_ids + token[:, None] * K + slot[None, :], mask=mask, other=-1)
-    here = tl.max((chosen[:, :, None] == expert[None, None, :]).to(tl.int32), 1) > 0
+    chosen = ()
+    BT: tl.constexpr = SHAPE.block
+    here = tl.zeros((BT, EP), tl.int1)
+    for i in tl.static_range(K):
+        of_slot = tl.load(routing.topk_ids + token * K + i, mask=token < n_tokens, other=-1)
+        chosen += (of_slot,)  # type: ignore[assignment]
+        here |= of_slot[:, None] == expert[None, :]
     here &= (_local_ids(expert_map, SHAPE) >= 0)[None, :]
     _place_pairs(chosen, here, start + before, routing, first, n_tokens, SHAPE)
     if pid == 0:
@@ -289,21 +315,21 @@ def route(
     """
     router_logits = router_logits.contiguous()
     tokens, global_experts = router_logits.shape
-    block, single = routing_block(tokens, global_experts)
+    block, single = routing_block(tokens, global_experts, x is not None)
     padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
-    shape = _Shape(global_experts, padded_experts, top_k, next_power_of_2(top_k), block, rows)
+    shape = _Shape(global_experts, padded_experts, top_k, block, rows)
     blocks = 2 if single else cdiv(tokens, block)
     warps = 4 if block * padded_experts <= 2048 else 8
     counts = None
     if not single:
         counts = router_logits.new_empty((blocks, padded_experts), dtype=torch.int32)
     encoded, width = Encoded(None, None, None), 128
-    if x is not None:
+    if x is not None and single:
         encoded, width = empty_codes(x.contiguous(), tokens, levels), x.shape[1]
     n_tiles = max(1, min(tokens * top_k, experts + tokens * top_k // rows))
     routing = _empty_routing(router_logits, top_k, n_tiles)
     options = pdl_options(router_logits.device)
-    _route_kernel[(blocks + (0 if x is None else tokens),)](
+    _route_kernel[(blocks + (0 if encoded.x is None else tokens),)](
         router_logits,
         expert_map,
         routing,
@@ -325,7 +351,10 @@ def route(
         _place_kernel[(blocks,)](
             expert_map, routing, counts, tokens, n_tiles, SHAPE=shape, num_warps=4, **options
         )
-    return routing._replace(codes=encoded.codes, scale=encoded.scale)
+    if x is None or single:
+        return routing._replace(codes=encoded.codes, scale=encoded.scale)
+    codes, scale = encode_rows(x.contiguous(), levels, permute)
+    return routing._replace(codes=codes, scale=scale)
 
 
 def _empty_routing(router_logits: torch.Tensor, top_k: int, n_tiles: int) -> Routing:
