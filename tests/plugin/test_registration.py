@@ -249,12 +249,6 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     assert bool(counted) == (chosen == WORKER and options.get("burst") != 1)
 
 
-def _drafts(number, changing):
-    return SimpleNamespace(
-        num_speculative_tokens=number, uses_dynamic_speculative_decoding=lambda: changing
-    )
-
-
 @pytest.mark.parametrize("given", [None, 64])
 def test_graphs_of_gpt_oss(given):
     # vLLM's own settings of gpt-oss end them at 1024 tokens where nobody chose
@@ -282,8 +276,7 @@ def test_graphs_of_gpt_oss(given):
         ({"max_num_batched_tokens": 300}, {}, 300),
         ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
-        ({"drafts": (3, False)}, {}, 4096),
-        ({"drafts": (3, True)}, {}, None),
+        ({"speculative_config": object()}, {}, None),
         ({"quantization": "fp8"}, {}, None),
         ({"options": {"short_step": False}}, {}, None),
         ({"runner_type": "draft"}, {}, None),
@@ -294,14 +287,12 @@ def test_graphs_of_gpt_oss(given):
         "the user's",
         "the user's sizes",
         "with drafts",
-        "with a changing number of drafts",
         "not ours",
         "switched off",
         "a draft",
     ],
 )
 def test_graphs_of_larger_steps(changes, graphs, largest):
-    drafts = changes.get("drafts")
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -316,13 +307,12 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
         ),
         compilation_config=SimpleNamespace(**sizes),
         parallel_config=SimpleNamespace(worker_cls="my.Worker"),
-        speculative_config=drafts and _drafts(*drafts),
+        speculative_config=changes.get("speculative_config"),
     )
     prepare_server(config)
     chosen = config.compilation_config.cudagraph_capture_sizes
-    queries = 1 if drafts is None else 1 + drafts[0]
     assert chosen == (
-        graph_sizes(largest, 256, queries) if largest else graphs.get("cudagraph_capture_sizes")
+        graph_sizes(largest, 256) if largest else graphs.get("cudagraph_capture_sizes")
     )
     assert config.compilation_config.max_cudagraph_capture_size == graphs.get(
         "max_cudagraph_capture_size"
