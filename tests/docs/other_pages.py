@@ -315,9 +315,24 @@ def operators() -> Passages:
         shown = " | ".join(["{:.0f} % ({:.2f}x)"] * 4)
         values = [x for row in pairs for x in (100 * row["share"], row["speedup"])]
         found.append((f"| {label} | {shown} |", values))
-    conv = [summary("operators.conv.vs_cudnn_min"), summary("operators.conv.fused_bytes_saved")]
-    found.append(("at least {:.2f} of cuDNN's speed", conv[:1]))
-    found.append(("{:.0f} % of the bytes", [100 * conv[1]]))
+    copies = [operator("rows", "layer_norm", "copy", size=n) for n in (1024, 2048, 4096, 8192)]
+    shown = " | ".join(["{:.0f} %"] * 4)
+    found.append((f"| copy | {shown} |", [100 * row["share"] for row in copies]))
+    for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7)):
+        problem = f"32x{channels}x{channels}x{size}x3 nhwc"
+        values = [
+            operator("convolution", "convolution", name, problem=problem)["tflops"]
+            for name in ("oss_fused", "cudnn", "oss_fused bias relu", "cudnn, bias, relu")
+        ]
+        shown = " | ".join(["{:.0f}"] * 4)
+        found.append((f"| {{:.0f}}, {{:.0f}} | {shown} |", [channels, size, *values]))
+    for pattern, name, factor in (
+        ("by at most {:.1e}", "flash.fp8_p99_abs", 1),
+        ("at least {:.3f} of cuDNN's speed", "conv.vs_cudnn_min", 1),
+        ("{:.0f} % of the bytes", "conv.fused_bytes_saved", 100),
+        ("{:.1f} % of the plain product's speed", "gemm_epilogue.fraction", 100),
+    ):
+        found.append((pattern, [factor * summary(f"operators.{name}")]))
     return [
         *found,
         ("{:.1f} / {:.1f} / {:.1f} us for `triton`", times["triton"]),

@@ -73,7 +73,7 @@ ALLOWED = {
     ("weight_only.gemv._gemv_kernel", "_load_words", "rows_w"): _WEIGHT,
     ("weight_only.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
     ("weight_only.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,
-    ("weight_only.pipeline._mixed_pipeline_kernel", "_load", "w_desc"): _WEIGHT,
+    ("weight_only.pipeline._mixed_pipeline_kernel", "_request_codes", "w_desc"): _WEIGHT,
     (
         "moe.router_norm._add_rms_norm_router_kernel",
         "_add_rms_norm_router_kernel",

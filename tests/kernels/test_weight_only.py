@@ -12,10 +12,9 @@ from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels import tiles
 from oss_fused.kernels.op import get_kernel
 from oss_fused.kernels.weight_only.gemv import MAX_ROWS
-from oss_fused.kernels.weight_only.parts import add_parts
 from oss_fused.kernels.weight_only.pipeline import product_pipeline
 from oss_fused.kernels.weight_only.tile import product_tile
-from oss_fused.kernels.weight_only.triton import KERNELS, kernels
+from oss_fused.kernels.weight_only.triton import KERNELS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 # one rounding to x.dtype
@@ -149,25 +148,6 @@ def test_splits_of_k(splits, tma, device):
     assert relative_error(out, exact(x, weight, scale, bias)) < TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize(("m", "n", "padded"), [(1, 8, 16), (20, 72, 48), (33, 130, 64)])
-@pytest.mark.parametrize("rows", [True, False])
-def test_parts_are_added_in_order(m, n, padded, rows, device):
-    """Scaled and shifted once; what lies beyond the rows is not looked at."""
-    g = torch.Generator().manual_seed(m)
-    parts = torch.randn(3, n, padded, generator=g)
-    parts[:, :, m:] = float("nan")
-    scale = torch.rand(n, 1, generator=g) if rows else torch.rand(1, generator=g)
-    bias = torch.randn(n, generator=g).to(BF16)
-    for shift in (None, bias):
-        want = ((parts[0] + parts[1]) + parts[2])[:, :m].t() * scale.view(1, -1)
-        want = (want if shift is None else want + shift.float()).to(BF16)
-        out = torch.empty(m, n, dtype=BF16, device=device)
-        add_parts(
-            parts.to(device), scale.to(device), shift if shift is None else shift.to(device), out
-        )
-        torch.testing.assert_close(out.cpu(), want, rtol=2**-7, atol=1e-6)
-
-
 def test_no_part_of_k_is_empty():
     for steps in range(1, 40):
         for parts in range(1, 9):
@@ -191,29 +171,6 @@ def test_the_rule(bucket, device):
             assert rule["kernel"] == "tile" and rule["block_m"] <= max(bucket, 16)
             assert each * (rule["splits"] - 1) < steps
     assert tiles.weight_only_rule(tiles.ROW_BUCKETS[-1], 2880, 4096) == {"kernel": "dense"}
-
-
-@pytest.mark.parametrize("bucket", [b for b in tiles.ROW_BUCKETS if b > MAX_ROWS])
-def test_the_rule_where_gluon_runs(bucket):
-    """The pipeline; K is split where tiles are few, and no part has less than three steps."""
-    for n, k in ((2880, 4096), (5120, 2880), (28672, 4096), (128, 8192), (8, 16)):
-        rule = tiles.weight_only_rule(bucket, n, k, True)
-        steps = -(-k // rule["block_k"])
-        each = -(-steps // rule["splits"])
-        assert rule["kernel"] == "pipeline" and each * (rule["splits"] - 1) < steps
-        assert rule["splits"] == 1 or each >= tiles._PART_STEPS
-    assert tiles.weight_only_rule(bucket, 28672, 4096, True)["splits"] == 1
-    if bucket <= 512:
-        assert tiles.weight_only_rule(bucket, 128, 8192, True)["splits"] > 1
-
-
-def test_a_table_names_the_pipeline_for_hopper_alone(monkeypatch):
-    """Elsewhere the rule replaces the entry."""
-    entry = {"kernel": "pipeline", "block_m": 64, "block_k": 128}
-    monkeypatch.setattr(tiles, "lookup", lambda *_: entry)
-    cpu = torch.device("cpu")
-    assert tiles.choose_weight_only(cpu, 40, 512, 512, True) == entry
-    assert tiles.choose_weight_only(cpu, 40, 512, 512) == tiles.weight_only_rule(64, 512, 512)
 
 
 def test_few_tiles_split_a_long_k_and_never_a_short_one():
@@ -359,64 +316,3 @@ def test_compiled_in_one_graph(m, device):
     *args, bias = operands(m, 256, 512, device)
     compiled = torch.compile(lambda *a: op(*a), fullgraph=True, dynamic=True)
     assert torch.equal(compiled(*args, bias), op(*args, bias))
-
-
-# every kind of tile that the pipeline is compiled for
-PIPELINES = [
-    {"block_m": 16, "block_k": 256, "consumers": 1, "ctas": 2},
-    {"block_m": 32, "block_k": 128, "consumers": 2},
-    {"block_m": 64, "block_k": 128, "consumers": 2},
-    {"block_m": 128, "block_k": 64, "consumers": 3},
-    {"block_m": 256, "block_k": 64, "consumers": 2},
-]
-
-
-def pipeline(device):
-    """The pipeline's launcher; a GPU without Gluon has none."""
-    found = kernels(device).get("pipeline")
-    if found is None:
-        pytest.skip("needs Hopper and a Triton with Gluon")
-    return found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", PIPELINES)
-@pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(3, 72, 16), (64, 64, 64), (17, 1016, 4112), (130, 264, 144), (300, 2880, 4096)],
-)
-def test_pipeline_values(options, m, n, k, device):
-    """Odd shapes, parts of K, strided x, twice; one rounding, the same bits."""
-    run = pipeline(device)
-    steps = -(-k // options["block_k"])
-    for dtype, splits, rows in ((BF16, 1, True), (FP16, 1, False), (BF16, 3, False)):
-        x, weight, scale, bias = operands(m, n, k + 16, device, dtype, rows)
-        x, weight = x[:, :k], weight[:, 16:]
-        for shift in (None, bias):
-            want = exact(x, weight, scale, shift)
-            out, again = (torch.full((m, n), 7.0, dtype=dtype, device=device) for _ in range(2))
-            parts = {"splits": tiles.splits_of(steps, splits)}
-            run(x, weight, scale, shift, out, **options, **parts)
-            run(x, weight, scale, shift, again, **options, **parts, prefetch_weights=True)
-            assert relative_error(out, want) < TOLERANCE[dtype]
-            assert torch.equal(again, out)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", PIPELINES)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_pipeline_converts_every_code(options, splits, device):
-    """A unit vector; NaN codes and a row of x that is NaN stay in their row."""
-    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(512).view(256, 512).view(FP8)
-    x = torch.zeros(20, 512, dtype=BF16, device=device)
-    x[:, 5] = 1
-    x[3, 300] = float("nan")
-    x[4, 5] = float("inf")
-    out = torch.empty(20, 256, dtype=BF16, device=device)
-    one = torch.ones(1, device=device)
-    pipeline(device)(x, codes.to(device), one, None, out, **options, splits=splits)
-    want = codes[:, :1].float().to(device).expand(256, 20).t()
-    plain = torch.ones(20, dtype=torch.bool, device=device)
-    plain[3:5] = False
-    torch.testing.assert_close(out[plain].float(), want[plain], rtol=0, atol=0, equal_nan=True)
-    assert out[3].isnan().all() and not out[4].isfinite().any()

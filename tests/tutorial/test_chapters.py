@@ -327,14 +327,9 @@ FIGURES = [
 ]
 
 
-WAITING = ("h200_additions", "h200_levels", "h200_windows")
-
-
 @pytest.mark.parametrize(("name", "function"), FIGURES)
 def test_figures_of_one_h200_are_those_of_the_committed_files(name, function):
     """The JSON is written by other scripts, which may name its parts anew."""
-    if function in WAITING and not (book.RESULTS / "operators-teaching.json").is_file():
-        pytest.skip("no GPU has run bench_operators.py --parts teaching")
     found = getattr(chapter(name), function)()
     assert found
     rows = found if isinstance(found, list) else []

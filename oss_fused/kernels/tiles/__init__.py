@@ -33,18 +33,22 @@ _WEIGHT_ONLY = {
     128: (64, 128, 128, 3, 4, 2),
     256: (64, 128, 64, 4, 4, 2),
 }
-# tiles of the weight-only pipeline: rows, block_k, consumers, CTAs that share a multiprocessor; the
-# microseconds of a step and of a tile beside its steps, fitted to an H200's times
+# tiles of the weight-only pipeline: rows, block_k, consumers, depth, CTAs that share a
+# multiprocessor; microseconds of a step and of a tile beside its steps, fitted to an H200's times
 _MIXED = {
-    (16, 256, 1, 2): (1.024, 0.7),
-    (32, 256, 1, 2): (1.002, 1.4),
-    (64, 128, 1, 2): (0.598, 1.5),
-    (128, 128, 2, 1): (0.867, 1.8),
-    (128, 64, 3, 1): (0.567, 3.5),
-    (256, 64, 2, 1): (0.644, 3.9),
+    (16, 256, 1, 1, 2): (1.06, 0.8),
+    (16, 256, 2, 2, 1): (0.52, 1.3),
+    (32, 256, 1, 1, 2): (1.14, 0.1),
+    (32, 256, 2, 2, 1): (0.52, 1.7),
+    (64, 128, 1, 1, 2): (0.65, 0.1),
+    (64, 128, 2, 2, 1): (0.356, 0.5),
+    (128, 64, 2, 2, 1): (0.258, 0.8),
+    (128, 128, 2, 1, 1): (0.79, 1.2),
+    (128, 64, 3, 1, 1): (0.56, 2.9),
+    (256, 64, 2, 1, 1): (0.657, 2.0),
 }
 # microseconds that splitting K takes, and those of each sum that a part leaves
-_SPLIT_US, _SUM_US = 3.6, 1.5e-6
+_SPLIT_US, _SUM_US = 1.9, 1.8e-6
 # steps of K that a part has at least, and how many parts there are at most
 _PART_STEPS, _PARTS = 3, 8
 # cycles of a tile beside its product, where its result leaves before the next product begins and
@@ -189,22 +193,24 @@ def weight_only_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[s
 def _mixed_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
     """The tile of the weight-only pipeline, and the parts of K, that take the least time."""
     best: tuple[float, dict[str, Any]] = (float("inf"), {})
-    for (block_m, block_k, consumers, ctas), (step_us, tile_us) in _MIXED.items():
-        tiles, steps = -(-bucket // block_m) * -(-n // (64 * consumers)), -(-k // block_k)
+    for (block_m, block_k, consumers, depth, ctas), (step_us, tile_us) in _MIXED.items():
+        if block_m > max(bucket, 16):
+            continue
+        steps = -(-k // block_k)
+        tiles = -(-bucket // block_m) * -(-n // (64 * (consumers // depth)))
         for parts in range(1, _PARTS + 1):
             splits = splits_of(steps, parts)
-            if splits > 1 and steps < splits * _PART_STEPS:
-                break
-            waves = -(-tiles * splits // (ctas * _WAVE))
-            time = waves * (-(-steps // splits) * step_us + tile_us)
+            each = -(-steps // splits)
+            last = steps - each * (splits - 1)
+            if last < depth or (splits > 1 and each < _PART_STEPS):
+                continue
+            time = -(-tiles * splits // (ctas * _WAVE)) * (each * step_us + tile_us)
             if splits > 1:
                 time += _SPLIT_US + _SUM_US * splits * bucket * n
-            sizes = {"block_m": block_m, "block_k": block_k, "consumers": consumers}
-            best = min(
-                best,
-                (time, {"kernel": "pipeline", **sizes, "ctas": ctas, "splits": splits}),
-                key=lambda candidate: candidate[0],
-            )
+            if time < best[0]:
+                sizes = {"block_m": block_m, "block_k": block_k, "consumers": consumers}
+                more = {"depth": depth, "ctas": ctas, "splits": splits}
+                best = (time, {"kernel": "pipeline", **sizes, **more})
     return best[1]
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Weight-only product for some tens of rows and more on Hopper, in Gluon.
+"""Weight-only product of three rows and more on Hopper, in Gluon.
 
 Computes out.T = (w @ x.T) * scale + bias, as tile.py does. One warp loads boxes of codes and of x
 into a ring of shared memory. A consumer (four warps) owns 64 weight rows of a tile and all of its
 rows of x. It asks the tensor cores for the product of a block of K, reads the codes of the next
-block and converts them in registers while that product runs. CTAs are persistent: the loading warp
-fetches the next tile's operands while a result leaves.
+block and converts them in registers. Consumers have different weight rows; or they have the same
+ones, take blocks of K in turn and add their sums in shared memory (``depth``): smaller tiles where
+there are few. CTAs are persistent: the next tile's operands arrive while a result leaves.
 
-Where a result has few tiles, K is split over CTAs. They leave float32 sums, which parts.py adds.
+K can also be split over CTAs. They leave float32 sums, which parts.py adds.
 """
 
 from __future__ import annotations
@@ -37,69 +38,67 @@ from oss_fused.kernels.numerics import widened
 from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot, store_box, sums_layout
 from oss_fused.kernels.weight_only.parts import add_parts
 
+# Triton 3.9 renamed it
+meet = getattr(gl, "barrier", None) or gl.thread_barrier
 # weight rows of a consumer
 _ROWS = 64
 # rows of x of a chunk of a result, and chunks that a consumer may have under way to memory
 _CHUNK = 64
+# blocks of rows of x that share weights in L2
+_GROUP_M = gl.constexpr(8)
 # bytes of shared memory of a multiprocessor that CTAs share, and of one for barriers
 _SHARED_BYTES = 227 * 1024
 _RESERVED = 2 * 1024
 
 
 @gluon.jit
-def _place(index, sizes, GROUP_M: gl.constexpr):
+def _place(index, sizes):
     """First row and column of a tile, the part of K it is for, and that part's steps."""
     blocks_m, blocks_n, steps, each = sizes
     part = index // (blocks_m * blocks_n)
-    block_m, block_n = tile_of(index % (blocks_m * blocks_n), blocks_m, blocks_n, GROUP_M)
+    block_m, block_n = tile_of(index % (blocks_m * blocks_n), blocks_m, blocks_n, _GROUP_M)
     begin = part * each
     return block_m, block_n, part, begin, gl.minimum(begin + each, steps)
 
 
 @gluon.jit
-def _load(w_desc, x_desc, ring, sizes, tiles, GROUP_M: gl.constexpr, PREFETCH: gl.constexpr):
+def _request_codes(w_desc, x_desc, ring, slot, block_n, step, pred):
+    """Codes of a step; announces the rows of x that follow into the same slot."""
+    codes, tokens, full, _empty = ring
+    GROUPS: gl.constexpr = codes.type.shape[0] // tokens.type.shape[0]
+    ROWS: gl.constexpr = codes.type.shape[1]
+    BLOCK_K: gl.constexpr = codes.type.shape[2]
+    ready = full.index(slot)
+    mbarrier.expect(ready, GROUPS * w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=pred)
+    for group in gl.static_range(GROUPS):
+        first = (block_n * GROUPS + group) * ROWS
+        box = codes.index(slot * GROUPS + group)
+        copy_box(w_desc, [first, step * BLOCK_K], ready, box, pred=pred)
+
+
+@gluon.jit
+def _load(w_desc, x_desc, ring, sizes, tiles, PREFETCH: gl.constexpr):
     """The loading warp: every step of every tile of this CTA, as soon as a slot is free."""
-    codes, tokens, full, empty = ring
+    _codes, tokens, full, empty = ring
     STAGES: gl.constexpr = tokens.type.shape[0]
-    CONSUMERS: gl.constexpr = codes.type.shape[0] // STAGES
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     BLOCK_K: gl.constexpr = tokens.type.shape[2]
-    ROWS: gl.constexpr = codes.type.shape[1]
-    BYTES: gl.constexpr = CONSUMERS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     wait_unless(PREFETCH)
-    _m, block_n, _part, begin, end = _place(gl.program_id(0), sizes, GROUP_M)
+    _m, block_n, _part, begin, end = _place(gl.program_id(0), sizes)
     for slot in gl.static_range(STAGES):
-        wanted = begin + slot < end
-        mbarrier.expect(full.index(slot), BYTES, pred=wanted)
-        for part in gl.static_range(CONSUMERS):
-            copy_box(
-                w_desc,
-                [(block_n * CONSUMERS + part) * ROWS, (begin + slot) * BLOCK_K],
-                full.index(slot),
-                codes.index(slot * CONSUMERS + part),
-                pred=wanted,
-            )
+        _request_codes(w_desc, x_desc, ring, slot, block_n, begin + slot, begin + slot < end)
     requested = gl.minimum(STAGES, end - begin)
     wait_for_inputs()
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block_m, block_n, _part, begin, end = _place(index, sizes, GROUP_M)
+        block_m, block_n, _part, begin, end = _place(index, sizes)
         for step in range(begin, end):
             mbarrier.wait(empty.index(slot), phase)
-            ready = full.index(slot)
-            fresh = requested <= 0
-            mbarrier.expect(ready, BYTES, pred=fresh)
-            for part in gl.static_range(CONSUMERS):
-                copy_box(
-                    w_desc,
-                    [(block_n * CONSUMERS + part) * ROWS, step * BLOCK_K],
-                    ready,
-                    codes.index(slot * CONSUMERS + part),
-                    pred=fresh,
-                )
+            _request_codes(w_desc, x_desc, ring, slot, block_n, step, requested <= 0)
             requested -= 1
-            copy_box(x_desc, [block_m * BLOCK_M, step * BLOCK_K], ready, tokens.index(slot))
+            at = [block_m * BLOCK_M, step * BLOCK_K]
+            copy_box(x_desc, at, full.index(slot), tokens.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
 
 
@@ -110,24 +109,38 @@ def _widened(box, DTYPE: gl.constexpr, product: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(ring, slot, phase, begin, end, PART: gl.constexpr):
-    """Sums [ROWS, BLOCK_M] over the steps of a tile, and the ring's next slot and phase."""
+def _advance(slot, phase, STAGES: gl.constexpr, COUNT: gl.constexpr):
+    for _ in gl.static_range(COUNT):
+        slot, phase = next_slot(slot, phase, STAGES)
+    return slot, phase
+
+
+@gluon.jit
+def _multiply(ring, slot, phase, steps, DEPTH: gl.constexpr, PART: gl.constexpr):
+    """Sums [ROWS, BLOCK_M] of this consumer's steps of a tile; the ring's slot behind the tile.
+
+    ``slot`` is that of the tile's first step. Of DEPTH consumers of the same rows each takes every
+    DEPTH-th step.
+    """
     codes, tokens, full, empty = ring
     STAGES: gl.constexpr = tokens.type.shape[0]
-    CONSUMERS: gl.constexpr = codes.type.shape[0] // STAGES
+    GROUPS: gl.constexpr = codes.type.shape[0] // STAGES
+    GROUP: gl.constexpr = PART % GROUPS
+    FIRST: gl.constexpr = PART // GROUPS
     DTYPE: gl.constexpr = tokens.dtype
     ROWS: gl.constexpr = codes.type.shape[1]
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     product: gl.constexpr = sums_layout(BLOCK_M, 16)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=product)
+    slot, phase = _advance(slot, phase, STAGES, FIRST)
     mbarrier.wait(full.index(slot), phase)
-    wide = _widened(codes.index(slot * CONSUMERS + PART), DTYPE, product)
-    for _step in range(begin, end - 1):
+    wide = _widened(codes.index(slot * GROUPS + GROUP), DTYPE, product)
+    for _step in range(FIRST + DEPTH, steps, DEPTH):
         acc = warpgroup_mma(wide, tokens.index(slot).permute((1, 0)), acc, is_async=True)
         used = slot
-        slot, phase = next_slot(slot, phase, STAGES)
+        slot, phase = _advance(slot, phase, STAGES, DEPTH)
         mbarrier.wait(full.index(slot), phase)
-        following = _widened(codes.index(slot * CONSUMERS + PART), DTYPE, product)
+        following = _widened(codes.index(slot * GROUPS + GROUP), DTYPE, product)
         # passed long ago; it keeps the assembler from waiting before it converts
         mbarrier.wait(full.index(slot), phase)
         acc, wide, following = warpgroup_mma_wait(0, deps=[acc, wide, following])
@@ -136,8 +149,34 @@ def _multiply(ring, slot, phase, begin, end, PART: gl.constexpr):
     acc = warpgroup_mma(wide, tokens.index(slot).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(slot), count=1)
+    # steps of the tile that others took after this one's last
+    rest = (steps - 1 - FIRST) % DEPTH
     slot, phase = next_slot(slot, phase, STAGES)
+    for other in gl.static_range(DEPTH - 1):
+        after, after_phase = next_slot(slot, phase, STAGES)
+        slot = gl.where(other < rest, after, slot)
+        phase = gl.where(other < rest, after_phase, phase)
     return acc, slot, phase
+
+
+@gluon.jit
+def _sum_up(acc, exchange, turn, PART: gl.constexpr):
+    """The first consumer's sums and the others', in order; the others' own are of no use then."""
+    sums, there, free = exchange
+    OTHERS: gl.constexpr = sums.type.shape[0]
+    layout: gl.constexpr = acc.type.layout
+    if PART > 0:
+        mbarrier.wait(free.index(PART - 1), turn ^ 1)
+        sums.index(PART - 1).store(acc)
+        meet()
+        mbarrier.arrive(there.index(PART - 1), count=1)
+    else:
+        for other in gl.static_range(OTHERS):
+            mbarrier.wait(there.index(other), turn)
+            acc = acc + sums.index(other).load(layout)
+            meet()
+            mbarrier.arrive(free.index(other), count=1)
+    return acc
 
 
 @gluon.jit
@@ -164,65 +203,80 @@ def _store_chunks(
 
 
 @gluon.jit
-def _consume(
-    work,
-    GROUP_M: gl.constexpr,
-    W_ROWS: gl.constexpr,
-    PART: gl.constexpr,
-):
+def _consume(work, W_ROWS: gl.constexpr, DEPTH: gl.constexpr, PART: gl.constexpr):
     """A consumer: 64 weight rows of every tile of this CTA."""
-    ring, target, scales, sizes, tiles, n = work
+    ring, exchange, target, scales, sizes, tiles, n = work
     codes, tokens, _full, _empty = ring
     out_desc, buffers, parts = target
     scale, bias = scales
     blocks_m, _blocks_n, _steps, _each = sizes
-    CONSUMERS: gl.constexpr = codes.type.shape[0] // tokens.type.shape[0]
+    GROUPS: gl.constexpr = codes.type.shape[0] // tokens.type.shape[0]
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     ROWS: gl.constexpr = codes.type.shape[1]
-    BUFFERS: gl.constexpr = buffers.type.shape[0] // CONSUMERS
+    BUFFERS: gl.constexpr = buffers.type.shape[0] // GROUPS
     product: gl.constexpr = sums_layout(BLOCK_M, 16)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     wait_for_inputs()
     start_next()
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block_m, block_n, part, begin, end = _place(index, sizes, GROUP_M)
-        at_n = (block_n * CONSUMERS + PART) * ROWS
+        block_m, block_n, part, begin, end = _place(index, sizes)
+        at_n = (block_n * GROUPS + PART % GROUPS) * ROWS
         row = at_n + gl.arange(0, ROWS, gl.SliceLayout(1, product))
         if parts is None:
             channel = scale_column(scale, row, row < n, W_ROWS)
             if bias is not None:
                 shift = gl.load(bias + row, mask=row < n, other=0.0).to(gl.float32)[:, None]
-        acc, slot, phase = _multiply(ring, slot, phase, begin, end, PART)
-        if parts is None:
-            acc = acc * channel
-            if bias is not None:
-                acc = acc + shift
-            rounded = acc.to(tokens.dtype)
-            _store_chunks(rounded, buffers, out_desc, block_m * BLOCK_M, at_n, BUFFERS, PART, 0)
-        else:
-            column = block_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, product))
-            line = (part * n + row).to(gl.int64) * (blocks_m * BLOCK_M)
-            gl.store(parts + line[:, None] + column[None, :], acc, mask=(row < n)[:, None])
-    if parts is None:
+        acc, slot, phase = _multiply(ring, slot, phase, end - begin, DEPTH, PART)
+        if DEPTH > 1:
+            acc = _sum_up(acc, exchange, turn, PART)
+            turn ^= 1
+        if PART < GROUPS:
+            if parts is None:
+                acc = acc * channel
+                if bias is not None:
+                    acc = acc + shift
+                rounded = acc.to(tokens.dtype)
+                _store_chunks(rounded, buffers, out_desc, block_m * BLOCK_M, at_n, BUFFERS, PART, 0)
+            else:
+                column = block_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, product))
+                line = (part * n + row).to(gl.int64) * (blocks_m * BLOCK_M)
+                gl.store(parts + line[:, None] + column[None, :], acc, mask=(row < n)[:, None])
+    if parts is None and PART < GROUPS:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _make_ring(w_desc, x_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def _make_ring(w_desc, x_desc, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    codes = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], w_desc.layout
-    )
+    codes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS, ROWS, BLOCK_K], w_desc.layout)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return codes, tokens, full, empty
+    return codes, tokens, _barriers(STAGES, 1), _barriers(STAGES, GROUPS)
+
+
+@gluon.jit
+def _make_exchange(ring, DEPTH: gl.constexpr):
+    """Where consumers of the same rows leave their sums; without such something unused."""
+    codes, tokens, full, empty = ring
+    exchange = (tokens, full, empty)
+    if DEPTH > 1:
+        # eight columns of a row lie with four threads
+        layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        shape: gl.constexpr = [DEPTH - 1, codes.type.shape[1], tokens.type.shape[1]]
+        sums = gl.allocate_shared_memory(gl.float32, shape, layout)
+        exchange = (sums, _barriers(DEPTH - 1, 1), _barriers(DEPTH - 1, 1))
+    return exchange
 
 
 @gluon.jit(do_not_specialize=["m"])
@@ -240,34 +294,32 @@ def _mixed_pipeline_kernel(
     W_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    DEPTH: gl.constexpr,
     BUFFERS: gl.constexpr,
-    GROUP_M: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
-    ring = _make_ring(w_desc, x_desc, STAGES, CONSUMERS)
+    GROUPS: gl.constexpr = CONSUMERS // DEPTH
+    ring = _make_ring(w_desc, x_desc, STAGES, GROUPS)
+    exchange = _make_exchange(ring, DEPTH)
     buffers = ring[1]
     if parts is None:
+        CHUNK: gl.constexpr = out_desc.block_type.shape[0]
         buffers = gl.allocate_shared_memory(
-            out_desc.dtype,
-            [CONSUMERS * BUFFERS, out_desc.block_type.shape[0], ROWS],
-            out_desc.layout,
+            out_desc.dtype, [GROUPS * BUFFERS, CHUNK, ROWS], out_desc.layout
         )
     steps = gl.cdiv(k, x_desc.block_type.shape[1])
-    blocks_m, blocks_n = gl.cdiv(m, BLOCK_M), gl.cdiv(n, ROWS * CONSUMERS)
-    sizes = (blocks_m, blocks_n, steps, gl.cdiv(steps, splits))
-    tiles = blocks_m * blocks_n * splits
-    target = (out_desc, buffers, parts)
-    scales = (scale, bias)
-    loads = (w_desc, x_desc, ring, sizes, tiles, GROUP_M, PREFETCH)
-    work = (ring, target, scales, sizes, tiles, n)
+    sizes = (gl.cdiv(m, BLOCK_M), gl.cdiv(n, ROWS * GROUPS), steps, gl.cdiv(steps, splits))
+    tiles = sizes[0] * sizes[1] * splits
+    loads = (w_desc, x_desc, ring, sizes, tiles, PREFETCH)
+    work = (ring, exchange, (out_desc, buffers, parts), (scale, bias), sizes, tiles, n)
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (work, GROUP_M, W_ROWS, 0)),
-                (_consume, (work, GROUP_M, W_ROWS, 1)),
-                (_consume, (work, GROUP_M, W_ROWS, 2)),
+                (_consume, (work, W_ROWS, DEPTH, 0)),
+                (_consume, (work, W_ROWS, DEPTH, 1)),
+                (_consume, (work, W_ROWS, DEPTH, 2)),
                 (_load, loads),
             ],
             [4, 4, 1],
@@ -276,15 +328,15 @@ def _mixed_pipeline_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (work, GROUP_M, W_ROWS, 0)),
-                (_consume, (work, GROUP_M, W_ROWS, 1)),
+                (_consume, (work, W_ROWS, DEPTH, 0)),
+                (_consume, (work, W_ROWS, DEPTH, 1)),
                 (_load, loads),
             ],
             [4, 1],
             [240, 24],
         )
     else:
-        gl.warp_specialize([(_consume, (work, GROUP_M, W_ROWS, 0)), (_load, loads)], [1], [24])
+        gl.warp_specialize([(_consume, (work, W_ROWS, DEPTH, 0)), (_load, loads)], [1], [24])
 
 
 def product_pipeline(
@@ -296,29 +348,30 @@ def product_pipeline(
     block_m: int = 256,
     block_k: int = 64,
     consumers: int = 2,
+    depth: int = 1,
     ctas: int = 1,
     splits: int = 1,
-    group_m: int = 8,
     prefetch_weights: bool = False,
 ) -> None:
     """Launch into ``out`` [M, N]; K, N and the row strides make whole 16-byte words.
 
-    ``ctas``: those that share a multiprocessor. ``splits``: parts of K, of which none may be empty
-    (``tiles.splits_of``).
+    ``depth``: consumers that share 64 weight rows and take blocks of K in turn, 1 or all of them.
+    ``ctas``: those that share a multiprocessor. ``splits``: parts of K, of which none may have less
+    than ``depth`` blocks (``tiles.splits_of``).
     """
     (m, k), n = x.shape, w.shape[0]
-    blocks_m = cdiv(m, block_m)
-    tiles = blocks_m * cdiv(n, _ROWS * consumers) * splits
+    blocks_m, groups = cdiv(m, block_m), consumers // depth
+    tiles = blocks_m * cdiv(n, _ROWS * groups) * splits
     chunk = min(block_m, _CHUNK)
     buffers = min(block_m // chunk, 2)
     parts, out_desc = None, None
-    free = _SHARED_BYTES // ctas - _RESERVED
+    free = _SHARED_BYTES // ctas - _RESERVED - (depth - 1) * _ROWS * block_m * 4
     if splits > 1:
         parts = out.new_empty(splits, n, blocks_m * block_m, dtype=torch.float32)
     else:
         out_desc = descriptor(out, chunk, _ROWS)
-        free -= consumers * buffers * chunk * _ROWS * 2
-    stages = min(free // ((_ROWS * consumers + 2 * block_m) * block_k), 12)
+        free -= groups * buffers * chunk * _ROWS * 2
+    stages = min(free // ((_ROWS * groups + 2 * block_m) * block_k), 12)
     _mixed_pipeline_kernel[(min(tiles, ctas * multiprocessors(x.device)),)](
         descriptor(w, _ROWS, block_k),
         descriptor(x, block_m, block_k),
@@ -333,8 +386,8 @@ def product_pipeline(
         W_ROWS=scale.numel() != 1,
         STAGES=stages,
         CONSUMERS=consumers,
+        DEPTH=depth,
         BUFFERS=buffers,
-        GROUP_M=group_m,
         PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg={1: 65536 // (256 * ctas) // 8 * 8, 2: 168, 3: 128}[consumers],
