@@ -7,7 +7,7 @@ exercises from the files. Exit codes: 0 all ran, 1 a chapter failed, 2 bad input
 
     python scripts/tutorial.py                       # all
     python scripts/tutorial.py 05 06                 # some, by the beginning of their names
-    python scripts/tutorial.py --changed             # those newer than their record
+    python scripts/tutorial.py --changed             # those newer than their record, or their figures
     python scripts/tutorial.py --count --output docs/results/tutorial.json \
         --summary docs/results/h200/summary.json
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TUTORIAL = ROOT / "docs" / "tutorial"
+RESULTS = ROOT / "docs" / "results" / "h200"
 # a chapter takes under a minute on an idle machine
 TIMEOUT = 600
 
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for path in [] if args.count else chosen:
         record = args.record / f"{path.stem}.jsonl"
-        if args.changed and newer(record, path, TUTORIAL / "book.py"):
+        if args.changed and newer(record, path, TUTORIAL / "book.py", *figures_of(path)):
             continue
         outcome = run(path, record)
         print(outcome.line(), flush=True)
@@ -74,6 +76,12 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             print(outcome.error, file=sys.stderr)
     return int(failed)
+
+
+def figures_of(path: Path) -> list[Path]:
+    """Result files of one H200 that a chapter names, where they exist."""
+    named = [RESULTS / name for name in re.findall(r'"([\w./-]+\.json)"', path.read_text())]
+    return [file for file in named if file.is_file()]
 
 
 def newer(record: Path, *sources: Path) -> bool:

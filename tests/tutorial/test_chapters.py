@@ -353,6 +353,9 @@ def test_the_script_records_what_a_chapter_shows(tmp_path, capsys):
     page.write_text("raise SystemExit('no way')\n")
     os.utime(page, (record.stat().st_mtime + 5,) * 2)
     assert not tutorial.newer(record, page)
+    assert tutorial.figures_of(page) == []
+    named = tutorial.figures_of(book.FOLDER / "05-elementwise-and-reduction.py")
+    assert book.RESULTS / "operators-teaching.json" in named
     outcome = tutorial.run(page, record)
     assert "no way" in outcome.error and outcome.line().endswith("failed")
 
