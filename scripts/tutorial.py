@@ -7,7 +7,7 @@ exercises from the files. Exit codes: 0 all ran, 1 a chapter failed, 2 bad input
 
     python scripts/tutorial.py                       # all
     python scripts/tutorial.py 05 06                 # some, by the beginning of their names
-    python scripts/tutorial.py --changed             # those newer than their record, or their figures
+    python scripts/tutorial.py --changed             # those whose text or figures changed
     python scripts/tutorial.py --count --output docs/results/tutorial.json \
         --summary docs/results/h200/summary.json
 """
