@@ -20,7 +20,7 @@ def scaling() -> Passages:
         ("**{:.2f}** | 5.8", [memory("gpt_oss_20b", "oss_fp8")]),
         ("**{:.2f}** | 4.3", [memory("llama_8b", "oss_fp8")]),
         (
-            "12 GiB hold {:.0f} tokens of gpt-oss-20b, and 10 GiB {:.0f} of Llama",
+            "4 GiB hold {:.0f} tokens of gpt-oss-20b, and 10 GiB {:.0f} of Llama",
             [
                 load(f"h200/{m}/results.json")["arms"]["oss_fp8"]["memory"]["kv_cache_tokens"]
                 for m in ("gpt_oss_20b", "llama_8b")
