@@ -68,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for path in [] if args.count else chosen:
         record = args.record / f"{path.stem}.jsonl"
-        if args.changed and newer(record, path, TUTORIAL / "book.py", *figures_of(path)):
+        # the first chapter asks all the others for their figures
+        pages = paths if path == paths[0] else [path]
+        sources = [source for page in pages for source in (page, *figures_of(page))]
+        if args.changed and newer(record, TUTORIAL / "book.py", *sources):
             continue
         outcome = run(path, record)
         print(outcome.line(), flush=True)
