@@ -61,13 +61,14 @@ def test_h200_table_fits_the_launchers():
     from oss_fused.kernels.gemm.stream import gemm_stream
     from oss_fused.kernels.gemm.triton import KERNELS
 
-    gluon_kernels = (gemm_stream, gemm_cooperative, gemm_pingpong)
-    launchers = {**KERNELS, **dict(zip(tiles.GLUON_KERNELS, gluon_kernels, strict=True))}
+    gluon = {"stream": gemm_stream, "cooperative": gemm_cooperative, "pingpong": gemm_pingpong}
+    assert set(gluon) <= set(tiles.GLUON_KERNELS)
+    launchers = {**KERNELS, **gluon}
     table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
     assert table
     rules = {
-        f"{bucket}x{n}x16": tiles.gemm_rule(bucket, n, 16, gluon)
-        for gluon in (False, True)
+        f"{bucket}x{n}x16": tiles.gemm_rule(bucket, n, 16, with_gluon)
+        for with_gluon in (False, True)
         for n in (1, 65536)
         for bucket in tiles.ROW_BUCKETS
     }
