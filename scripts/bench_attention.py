@@ -5,7 +5,8 @@ r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microse
 Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
 over caches beyond L2. --queries is the number of tokens per sequence: 1, or 1 and the drafts that
 a step verifies. --sweep also times every launch worth trying, to find the rule in
-kernels/attention/launches.py.
+kernels/attention/launches.py. The lowest ratio of single tokens is merged into summary.json beside
+the output.
 
     python scripts/bench_attention.py --output docs/results/h200/attention.json
     python scripts/bench_attention.py --queries 4 8 --output docs/results/h200/attention_drafts.json
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +47,7 @@ def main() -> int:
         return 1
 
     from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
+    from harness.summary import merge_summary
 
     from oss_fused.bench.timing import copy_bandwidth
     from oss_fused.environment import fingerprint
@@ -53,7 +56,8 @@ def main() -> int:
     bandwidth = copy_bandwidth()
     largest = max(shape.position_bytes for shape in SHAPES)
     pool = make_pool(torch.device("cuda"), MAX_POSITIONS * largest)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    head = {"kind": "oss_fused.attention", "environment": fingerprint(), "bandwidth": bandwidth}
     for shape in (shape for shape in SHAPES if shape.name in (args.shapes or [shape.name])):
         for context in args.contexts:
             for batch, queries in itertools.product(args.batches, args.queries):
@@ -62,9 +66,20 @@ def main() -> int:
                     case = Case(shape, batch, context, pool, queries)
                     rows.append(measure(case, bandwidth, args.sweep))
                     print(line(rows[-1]), flush=True)
-    results = {"kind": "oss_fused.attention", "environment": fingerprint(), "rows": rows}
-    write_json(args.output, results | {"bandwidth": bandwidth})
+                    # a run that is cut keeps what it has
+                    write_json(args.output, head | {"rows": rows, "figures": figures(rows)})
+    merge_summary(args.output.parent / "summary.json", figures(rows), args.output)
     return 0
+
+
+def figures(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """The lowest ratio to FlashAttention 3 over rows of one token per sequence; {} without any."""
+    ratios = [
+        row["flash_us"] / row["native_us"]
+        for row in rows
+        if row.get("queries", 1) == 1 and "flash_us" in row
+    ]
+    return {"attention.vs_fa3_min": round(min(ratios), 4)} if ratios else {}
 
 
 def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:

@@ -39,11 +39,27 @@ def test_a_case_runs_on_every_layer(shape, queries, device):
     assert {launch.splits for launch in candidates(case)} == {1}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_needs_a_gpu(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def script():
     spec = importlib.util.spec_from_file_location("bench_attention", PATH)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_figure_is_the_worst_cell_of_single_tokens(script):
+    rows = [
+        {"queries": 1, "native_us": 10.0, "flash_us": 20.0},
+        {"queries": 1, "native_us": 10.0, "flash_us": 9.0},
+        {"queries": 4, "native_us": 10.0, "flash_us": 1.0},
+        {"queries": 1, "native_us": 10.0, "flash_error": "no vLLM"},
+    ]
+    assert script.figures(rows) == {"attention.vs_fa3_min": 0.9}
+    assert script.figures(rows[3:]) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_needs_a_gpu(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_attention.py", "--output", str(tmp_path / "a.json")])
     assert script.main() == 1
     assert "GPU" in capsys.readouterr().err
