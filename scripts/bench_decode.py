@@ -99,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
     add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
     add("--summary", type=Path, help="flat JSON to merge the speed-ups into")
+    add("--summary-prefix", default="", help="before the figures' names, such as h100")
     add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
     return parser
 
@@ -167,18 +168,25 @@ def measure(
         "candidate": arms[-1].name,
         "baselines": args.baseline,
     }
-    environment = fingerprint()
+    head = {"kind": "oss_fused.decode", "version": 1, "environment": fingerprint()}
+    head["settings"] = settings
+
+    def keep(measured: dict[str, Any]) -> None:
+        # --render makes the report of a run that was killed
+        short = [decode_profile.condense(profile) for profile in measured["profiles"]]
+        kept = portable({**head, **measured, "profiles": short})
+        write_json(args.output / "results.json", kept)
+
     logs = Path(tempfile.mkdtemp(prefix="oss-fused-decode-"))
     try:
         with signals_as_exceptions():
-            measured = decode.run(plan, logs)
+            measured = decode.run(plan, logs, keep=keep)
     except BaseException:
         print(f"bench_decode: logs are in {logs}", file=sys.stderr)
         raise
     shutil.rmtree(logs, ignore_errors=True)
     profiles = measured.pop("profiles")
-    head = {"kind": "oss_fused.decode", "version": 1, "environment": environment}
-    return {**head, "settings": settings, **measured}, profiles
+    return {**head, **measured}, profiles
 
 
 def steps_of(batch: int, steps: int) -> int:
@@ -206,14 +214,16 @@ def write(
     )
     if profiles is not None:
         results["profiles"] = [decode_profile.condense(profile) for profile in profiles]
-        for profile in results["profiles"]:
-            profile["limits"] = limits(results, profile)
         write_json(folder / "profiles.json", profiles)
+    for profile in results["profiles"]:
+        profile["limits"] = limits(results, profile)
     results = portable(results)
     write_json(folder / "results.json", results)
     decode_report.render(results, folder)
     if args.summary:
-        summary.merge_summary(args.summary, named(results), folder / "results.json")
+        prefix = f"{args.summary_prefix}." if args.summary_prefix else ""
+        figures = {f"{prefix}{name}": value for name, value in named(results).items()}
+        summary.merge_summary(args.summary, figures, folder / "results.json")
 
 
 def limits(results: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, float]:

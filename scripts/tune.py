@@ -23,6 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar=("A", "B"),
         help="devices of the cache, by name, whose configs to compare",
     )
+    parser.add_argument(
+        "--seconds", type=float, help="tiles, recovery: begin no shape after this long"
+    )
     parser.add_argument("--from", dest="source", help="for recovery: GPU whose tiles to try here")
     parser.add_argument("--summary", type=Path, help="for recovery: JSON to merge the shares into")
     parser.add_argument("--list", action="store_true", help="print what the cache holds")
@@ -108,6 +113,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--csv: needs a target other than tiles and recovery")
     if (args.target == "recovery") != bool(args.source):
         parser.error(f"--from {args.source!r}: recovery expects a GPU's name, others none")
+    if args.seconds and args.target not in _TABLES:
+        parser.error("--seconds: needs tiles or recovery")
     if args.summary and not (args.source and args.output):
         parser.error("--summary: needs recovery, and --output, which it names as the source")
     return args
@@ -155,17 +162,30 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
 
 
 def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, Any]]:
-    """Tune the kernels of the FP8 GEMM for every size and update the tile table."""
+    """Tune the kernels of the FP8 GEMM for every size; the tile table is written after each."""
     device, tuner = table_tuner(args, cache)
     path = args.table or tiles.table_path(torch.cuda.get_device_name(device))
-    entries = tile_table.tune_table(
-        tuner,
-        args.sizes,
-        lambda bucket, n, k: tile_table.gpu_launch(bucket, n, k, device),
-        lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    tile_table.write_table(path, "fp8_gemm", entries)
-    return [{"key": key, "config": entry} for key, entry in entries.items()]
+    found: dict[str, Any] = {}
+    for size in in_time(args.sizes, args.seconds):
+        entries = tile_table.tune_table(
+            tuner,
+            [size],
+            lambda bucket, n, k: tile_table.gpu_launch(bucket, n, k, device),
+            lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        tile_table.write_table(path, "fp8_gemm", entries)
+        found |= entries
+    return [{"key": key, "config": entry} for key, entry in found.items()]
+
+
+def in_time(sizes: list[tuple[int, ...]], seconds: float | None) -> Iterator[Any]:
+    """The sizes, until so many seconds are over; the first one in any case."""
+    start = time.monotonic()
+    for done, size in enumerate(sizes):
+        if done and seconds and time.monotonic() > start + seconds:
+            print(f"time is up: {len(sizes) - done} sizes left", file=sys.stderr)
+            return
+        yield size
 
 
 def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:
@@ -178,6 +198,17 @@ def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]
         raise ValueError(f"--sizes: {args.target} expects MxNxK")
     device = torch.device(args.device)
     return device, tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
+
+
+def shares_of(found: list[Recovery]) -> list[dict[str, Any]]:
+    """Rows of the output of recovery."""
+    return [{**asdict(recovery), "share": recovery.share} for recovery in found]
+
+
+def write_output(path: Path, found: list[dict[str, Any]]) -> None:
+    """Write what was found, with the environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": fingerprint(), "results": found}, indent=1) + "\n")
 
 
 def measure_recovery(args: argparse.Namespace, cache: TuningCache) -> list[Recovery]:
@@ -194,11 +225,13 @@ def measure_recovery(args: argparse.Namespace, cache: TuningCache) -> list[Recov
         )
     device, tuner = table_tuner(args, cache)
     found = []
-    for m, n, k in args.sizes:
+    for m, n, k in in_time(args.sizes, args.seconds):
         bucket = tiles.row_bucket(m)
         launch = tile_table.gpu_launch(bucket, n, k, device)
         found.append(tuner.recovery(bucket, n, k, launch, table))
         print(f"{found[-1].key}: {found[-1].share:.1%}", file=sys.stderr, flush=True)
+        if args.output:
+            write_output(args.output, shares_of(found))
     name = torch.cuda.get_device_name(device)
     print(tuning_recovery.make_report(found, args.source, name).text())
     return found
@@ -220,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
             found = tune_tiles(args, cache)
         if args.target == "recovery":
             recovered = measure_recovery(args, cache)
-            found = [{**asdict(recovery), "share": recovery.share} for recovery in recovered]
+            found = shares_of(recovered)
         for size in (args.sizes or []) if args.target not in _TABLES else []:
             result = tune(args, size)
             print(result.summary(), file=sys.stderr)
@@ -249,9 +282,7 @@ def main(argv: list[str] | None = None) -> int:
             config = " ".join(f"{key}={value}" for key, value in entry.config.items())
             print(f"{name}: {entry.metrics.get('latency_ms')} ms with {config}", file=sys.stderr)
     if args.output:
-        document = {"environment": fingerprint(), "results": found}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
+        write_output(args.output, found)
     if args.summary:
         device = torch.cuda.get_device_name(torch.device(args.device))
         shares = tuning_recovery.figures(recovered, args.source, device)

@@ -178,7 +178,10 @@ class Engine:
 
 
 def run(
-    plan: DecodeBenchmark, scratch: Path, before: Callable[[], None] = lambda: None
+    plan: DecodeBenchmark,
+    scratch: Path,
+    before: Callable[[], None] = lambda: None,
+    keep: Callable[[dict[str, Any]], None] = lambda results: None,
 ) -> dict[str, Any]:
     """Start all engines, measure every cell on each, and record kernels.
 
@@ -186,6 +189,7 @@ def run(
         plan: what to measure.
         scratch: folder for logs.
         before: called once all engines are up, before the first measurement.
+        keep: called with the results so far after every cell.
 
     Returns:
         "arms" (name -> command line, seconds to start), "failed" (name -> why; the last arm must
@@ -215,10 +219,11 @@ def run(
                     break
                 if number is None:
                     results["profiles"] += [_profile(engine, cell, plan.seed) for engine in engines]
-                    continue
-                # alternate which arm goes first
-                order = engines if place % 2 == 0 else engines[::-1]
-                results["measurements"] += [_row(plan, e, cell, number) for e in order]
+                else:
+                    # alternate which arm goes first
+                    order = engines if place % 2 == 0 else engines[::-1]
+                    results["measurements"] += [_row(plan, e, cell, number) for e in order]
+                keep(results)
         except ServerError as error:
             if not results["measurements"]:
                 raise

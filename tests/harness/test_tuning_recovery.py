@@ -76,13 +76,33 @@ def test_the_command_measures_every_size(tune, tmp_path, monkeypatch, capsys):
     (row,) = json.loads(output.read_text())["results"]
     assert (row["key"], row["share"], row["given"]) == (key, 0.5, table[key])
     assert json.loads(summary.read_text())["tuning.h100_from_h200_recovery"] == 0.5
+    more = ["--sizes", key, "1x64x64", "--seconds", "1e-9"]
+    assert tune.main(["recovery", *more, *flags]) == 0
+    assert [row["key"] for row in json.loads(output.read_text())["results"]] == [key]
+    assert "time is up: 1 sizes left" in capsys.readouterr().err
+
+
+def test_the_table_is_written_after_every_size(tune, tmp_path, monkeypatch):
+    calls = []
+
+    def entries(tuner, sizes, launch, report):
+        calls.append(sizes)
+        return {"x".join(map(str, *sizes)): {"kernel": "tile"}}
+
+    monkeypatch.setattr(tune, "table_tuner", lambda *arguments: ("cpu", None))
+    monkeypatch.setattr(tile_table, "tune_table", entries)
+    monkeypatch.setattr(tile_table, "write_table", lambda *found: calls.append(found[2].keys()))
+    cache = ["--cache", str(tmp_path / "c.json"), "--table", str(tmp_path / "t.json")]
+    assert tune.main(["tiles", *cache, "--sizes", "1x64x64", "2x64x64"]) == 0
+    assert calls == [[(1, 64, 64)], {"1x64x64"}, [(2, 64, 64)], {"2x64x64"}]
 
 
 def test_bad_input_of_the_command(tune, tmp_path, capsys):
     cache = ["--cache", str(TuningCache(tmp_path / "c.json").path), "--sizes", "1x64x64"]
     assert tune.main(["recovery", "--from", "NVIDIA T4", *cache]) == 2
     assert "--from 'NVIDIA T4': no tile table nvidia_t4.json" in capsys.readouterr().err
-    for flags in (["recovery"], ["tiles", "--from", H200], ["tiles", "--summary", "s.json"]):
+    wrong = (["recovery"], ["tiles", "--from", H200], ["tiles", "--summary", "s.json"])
+    for flags in (*wrong, ["matmul", "--seconds", "9"]):
         with pytest.raises(SystemExit):
             tune.main([*flags, *cache])
     assert tune.main(["recovery", "--from", H200, *cache[:2], "--sizes", "1x64"]) == 2

@@ -60,6 +60,27 @@ def test_writes_folder_and_summary_and_renders_again(script, arms, tmp_path):
     (out / "profiles.json").unlink()
     assert script.main(["--render", str(out)]) == 0
     assert (out / "report.md").read_text() == report
+    prefixed = ["--summary", str(summary), "--summary-prefix", "h100", "--name", "m"]
+    assert script.main(["--render", str(out), *prefixed]) == 0
+    assert json.loads(summary.read_text())["h100.decode.m.speedup_b2"] == 2.0
+
+
+def test_a_killed_run_can_be_rendered(script, arms, tmp_path, monkeypatch):
+    measure, out = decode._measure, tmp_path / "out"
+
+    def killed(engine, cell, seed, number):
+        if number == 1:
+            raise KeyboardInterrupt
+        return measure(engine, cell, seed, number)
+
+    monkeypatch.setattr(decode, "_measure", killed)
+    options = ["--batches", "2", "--contexts", "16", "--profile", "2", "--prefill", "64"]
+    assert script.main([*arms, *options, "--output", str(out)]) == 130
+    assert [path.name for path in out.iterdir()] == ["results.json"]
+    assert script.main(["--render", str(out)]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert [cell["speedup"] for cell in results["cells"]] == [2.0, 2.0]
+    assert "### Decode, batch 2" in (out / "report.md").read_text()
 
 
 def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_path):
