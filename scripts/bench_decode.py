@@ -98,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
     add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
+    add("--after", type=int, metavar="PID", help="start, but measure when this process has ended")
     add("--summary", type=Path, help="flat JSON to merge the speed-ups into")
     add("--summary-prefix", default="", help="before the figures' names, such as h100")
     add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
@@ -161,6 +162,7 @@ def measure(
         seed=args.seed,
         startup_timeout=args.startup_timeout,
         deadline=time.monotonic() + args.seconds if args.seconds else math.inf,
+        after=args.after,
     )
     settings = {name: getattr(args, name) for name in ("rounds", "seed", "engine_flags")} | {
         "model": args.name or Path(arms[-1].model).name,

@@ -22,6 +22,7 @@ signal.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -31,16 +32,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import compare, compare_report, summary
+from harness import compare, compare_report, streaming, summary
 from harness.compare_options import make_parser
 from harness.folder import writable
 from harness.processes import Terminated, signals_as_exceptions
+from harness.server import Server
 
 from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.errors import OssFusedError, ServerError
 from oss_fused.files import write_json
 
 _GPU_WARMUPS = 4
+_STREAMED_PAIRS = 2
 _SIGNALS = (KeyboardInterrupt.__name__, Terminated.__name__)
 
 
@@ -173,6 +176,8 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         seed=args.seed,
         startup_timeout=args.startup_timeout,
         busy_host=args.busy_host,
+        after=args.after,
+        stream=functools.partial(stream, requests=args.streamed) if args.streamed else None,
     )
     known = {
         "kind": "oss_fused.compare",
@@ -208,6 +213,12 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     unfinished.unlink(missing_ok=True)
     shutil.rmtree(logs, ignore_errors=True)
     return folder, results
+
+
+def stream(server: Server, requests: int) -> dict[str, Any]:
+    """Tokens per second of streamed and of whole answers of a server."""
+    plan = streaming.Plan(server.model, requests, repeats=_STREAMED_PAIRS)
+    return streaming.measure(plan, server, streaming.vocabulary_of(server.model))
 
 
 def write(output: Path, results: dict[str, Any], logs: Path) -> Path:
@@ -249,7 +260,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("concurrency", "lengths", "num_prompts", "rounds", "repeats", "warmups", "together")
     return {
         name: getattr(args, name)
-        for name in (*names, "busy_host", "seed", "serve_flags", "bench_flags")
+        for name in (*names, "busy_host", "streamed", "seed", "serve_flags", "bench_flags")
     }
 
 
@@ -261,6 +272,9 @@ def add_to_summary(args: argparse.Namespace, file: Path, results: dict[str, Any]
     arm = args.summary_arm or next(name for name in results["arms"] if name not in baselines)
     names = args.summary_prefix, args.summary_key, args.summary_rate
     figures = summary.named_ratios(results["cells"], arm, *names)
+    for measured in filter(None, [results.get("streaming", {}).get(arm)]):
+        requests = results["settings"]["streamed"]
+        figures[f"{args.summary_prefix}.streamed_ratio_c{requests}"] = measured["ratio"]
     for alias in args.summary_alias:
         new, _, name = alias.partition("=")
         if name not in figures:

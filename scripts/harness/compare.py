@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness import processes
 from harness.arithmetic import describe_arithmetic
 from harness.load import CLIENT, Cell, LoadClient
 from harness.processes import Terminated
@@ -160,6 +161,8 @@ class Comparison:
         questions: what every server is asked once.
         startup_timeout: seconds a server has until it is healthy.
         busy_host: each engine process shares one core with a busy loop.
+        after: process that must have ended before anything is measured; servers start at once.
+        stream: measures a server behind the grid; what it returns is kept under "streaming".
         serve_command, client_command: programs to run (replaced in tests).
     """
 
@@ -177,6 +180,8 @@ class Comparison:
     questions: Sequence[str] = (QUESTION,)
     startup_timeout: float = 900.0
     busy_host: bool = False
+    after: int | None = None
+    stream: Callable[[Server], Mapping[str, Any]] | None = None
     serve_command: Sequence[str] = VLLM_SERVE
     client_command: Sequence[str] = CLIENT
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
@@ -231,7 +236,8 @@ def run(
 
     Returns:
         "arms" (name -> command, model, figures of its memory, chat, start-up times) and
-        "measurements": one dict per arm, cell, round and repeat, with the figures under "figures".
+        "measurements": one dict per arm, cell, round and repeat, with the figures under "figures";
+        with ``plan.stream``, "streaming" (name -> what it returned in the last round).
         Where something ended it before its time, what was measured by then, with the name of the
         signal or error as "stopped" and its text as "failure".
 
@@ -305,6 +311,8 @@ def _measure_group(
             for chat in arm["chat"]:
                 plan.say(f"    {chat['question']} -> {chat['answer'].strip()[:100]!r}")
         arm["memory"] |= server.log_figures()
+    if plan.after is not None:
+        processes.wait_for_end(plan.after)
     if plan.busy_host:
         cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
         for server, core in zip(servers, cores):
@@ -340,6 +348,9 @@ def _measure_group(
                     f"{figures['output_throughput']:9.1f} tok/s   "
                     f"TTFT {figures['p50_ttft_ms']:8.1f} ms   TPOT {figures['p50_tpot_ms']:7.2f} ms"
                 )
+    for server in servers if plan.stream else ():
+        results.setdefault("streaming", {})[server.name] = plan.stream(server)
+        keep(results)
     for server in servers:
         server.check("after the measurement")
 

@@ -81,6 +81,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="runs of a load before it is measured, at most: they end when the time to first token "
         "is steady (default: 4 on a GPU, 0 on a CPU)",
     )
+    add(
+        "--streamed",
+        type=positive,
+        metavar="N",
+        help="then ask each server for N answers of 128:512 at once, streamed and whole in turn",
+    )
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
 
 
@@ -109,6 +115,12 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         "--busy-host",
         action="store_true",
         help="after the start pin each engine process to one core, beside a busy loop",
+    )
+    add(
+        "--after",
+        type=positive,
+        metavar="PID",
+        help="start the servers, but measure when this process has ended: another comparison",
     )
     add("--port", type=int, help="first port (default: free ones)")
     add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.folder import atomic_folder
 from harness.quality_report import add_quality
+from harness.streaming import KINDS
 from harness.summary import split
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
@@ -81,6 +82,7 @@ def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
     _memory(report, results)
     report.heading("Throughput")
     _throughput(report, results)
+    _streamed(report, results)
     if results.get("quality"):
         report.heading("Quality")
         add_quality(report, results["quality"])
@@ -219,6 +221,20 @@ def _throughput(report: Report, results: Mapping[str, Any]) -> None:
             )
     header = ["load", "arm", "output tokens/s", "all tokens/s", "requests/s"]
     report.table([*header, "ratio (lowest to highest)"], rows)
+
+
+def _streamed(report: Report, results: Mapping[str, Any]) -> None:
+    measured = results.get("streaming", {})
+    if not measured:
+        return
+    report.heading("Streamed and whole answers")
+    requests = results["settings"]["streamed"]
+    rows = [
+        [name, *(f"{each['tokens_per_s'][kind]:.0f}" for kind in KINDS), f"{each['ratio']:.3f}"]
+        for name, each in measured.items()
+    ]
+    report.table(["arm", *(f"{kind}, tokens/s" for kind in KINDS), "ratio"], rows)
+    report.paragraph(f"{requests} requests of 128:512 at once, token ids in; medians.")
 
 
 def _memory(report: Report, results: Mapping[str, Any]) -> None:

@@ -58,6 +58,7 @@ class DecodeBenchmark:
         seed: of the prompts.
         startup_timeout: seconds an engine has to start.
         deadline: of time.monotonic; past it nothing begins.
+        after: process that must have ended before anything is measured; engines start at once.
         worker: program and arguments, see decode_worker (replaced in tests).
     """
 
@@ -71,6 +72,7 @@ class DecodeBenchmark:
     seed: int = 0
     startup_timeout: float = 600.0
     deadline: float = math.inf
+    after: int | None = None
     worker: Sequence[str] = field(default=WORKER)
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
 
@@ -205,7 +207,10 @@ def run(
     results["host"] = []
     with ExitStack() as stack:
         started = [stack.enter_context(Engine(plan, arm, scratch)) for arm in plan.arms]
-        engines = [engine for engine in started if _warm_up(plan, engine, results)]
+        engines = [engine for engine in started if _survives(plan, engine, results, _starts)]
+        if plan.after is not None:
+            processes.wait_for_end(plan.after)
+        engines = [engine for engine in engines if _survives(plan, engine, results, _warm_up)]
         if len(engines) < 2:
             raise ServerError("\n".join(results["failed"].values()))
         before()
@@ -233,27 +238,41 @@ def run(
     return results
 
 
-def _warm_up(plan: DecodeBenchmark, engine: Engine, results: dict[str, Any]) -> bool:
-    """Wait for an engine and run each kind of load once; False if it is a baseline that fails."""
+def _survives(
+    plan: DecodeBenchmark,
+    engine: Engine,
+    results: dict[str, Any],
+    step: Callable[[DecodeBenchmark, Engine, dict[str, Any]], None],
+) -> bool:
+    """Take an engine through ``step``; False if it is a baseline that fails."""
     try:
-        engine.answer(plan.startup_timeout)
-        seconds = time.monotonic() - engine.started
-        plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
-        shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
-        for cell in shortest.values():
-            short = Cell(cell.batch, cell.context, min(cell.steps, 8))
-            _measure(engine, short, plan.seed, number=-1)
+        step(plan, engine, results)
     except ServerError as error:
         if engine.arm is plan.arms[-1]:
             raise
         plan.say(str(error))
+        results["arms"].pop(engine.arm.name, None)
         results["failed"][engine.arm.name] = str(error)
         return False
+    return True
+
+
+def _starts(plan: DecodeBenchmark, engine: Engine, results: dict[str, Any]) -> None:
+    engine.answer(plan.startup_timeout)
+    seconds = time.monotonic() - engine.started
+    plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
     results["arms"][engine.arm.name] = asdict(engine.arm) | {
         "all_flags": plan.flags_of(engine.arm),
         "startup_seconds": round(seconds, 1),
     }
-    return True
+
+
+def _warm_up(plan: DecodeBenchmark, engine: Engine, results: dict[str, Any]) -> None:
+    """Run each kind of load once."""
+    shortest = {(cell.batch, cell.steps > 0): cell for cell in reversed(plan.cells)}
+    for cell in shortest.values():
+        short = Cell(cell.batch, cell.context, min(cell.steps, 8))
+        _measure(engine, short, plan.seed, number=-1)
 
 
 def _row(plan: DecodeBenchmark, engine: Engine, cell: Cell, number: int) -> dict[str, Any]:

@@ -113,6 +113,12 @@ def is_alive(pid: int) -> bool:
     return fields is not None and fields[0] != "Z"
 
 
+def wait_for_end(pid: int) -> None:
+    """Return when the process, of whatever user or parent, has ended."""
+    while is_alive(pid):
+        time.sleep(0.25)
+
+
 def own_mib(pid: int) -> float:
     """Memory in MiB, shared pages divided among their users; 0 if it has ended.
 

@@ -95,29 +95,40 @@ def run(
     length = plan.inputs + plan.outputs + 128
     flags = ["--max-model-len", str(length), "--max-num-seqs", str(plan.requests)]
     flags += ["--no-enable-prefix-caching", *plan.serve_flags]
-    runs: list[dict[str, Any]] = []
     log, command = scratch / "server.log", plan.serve_command
     with Server(
         "m", plan.model, flags, log, environment, None, command, plan.startup_timeout
     ) as server:
         say(f"healthy after {server.wait_until_healthy():.0f} s")
-        # the first pair warms up; the order alternates
-        for number in range(plan.repeats + 1):
-            for kind in KINDS if number % 2 else KINDS[::-1]:
-                prompts = _prompts(plan, vocabulary, number)
-                seconds = asyncio.run(_load(plan, server, prompts, kind == "streamed"))
-                rate = plan.requests * plan.outputs / seconds
-                say(f"{kind:<9} {seconds:7.2f} s  {rate:9.1f} tokens/s")
-                if number:
-                    runs.append({"kind": kind, "seconds": seconds, "tokens_per_s": rate})
+        measured = measure(plan, server, vocabulary, say)
+    settings = {**asdict(plan), "command": server.command}
+    del settings["serve_command"]
+    return {"settings": settings, **measured}
+
+
+def measure(
+    plan: Plan, server: Server, vocabulary: int, say: Callable[[str], None] = say
+) -> dict[str, Any]:
+    """Put both loads on a healthy server in turn; what ``run`` returns without "settings"."""
+    runs: list[dict[str, Any]] = []
+    # the first pair warms up; the order alternates
+    for number in range(plan.repeats + 1):
+        for kind in KINDS if number % 2 else KINDS[::-1]:
+            prompts = _prompts(plan, vocabulary, number)
+            seconds = asyncio.run(_load(plan, server, prompts, kind == "streamed"))
+            rate = plan.requests * plan.outputs / seconds
+            say(f"    {server.name:<12} {kind:<9} {seconds:7.2f} s  {rate:9.1f} tok/s")
+            if number:
+                runs.append({"kind": kind, "seconds": seconds, "tokens_per_s": rate})
     rates = {
         kind: statistics.median(run["tokens_per_s"] for run in runs if run["kind"] == kind)
         for kind in KINDS
     }
-    settings = {**asdict(plan), "command": server.command}
-    del settings["serve_command"]
-    ratio = round(rates["streamed"] / rates["whole"], 4)
-    return {"settings": settings, "runs": runs, "tokens_per_s": rates, "ratio": ratio}
+    return {
+        "runs": runs,
+        "tokens_per_s": rates,
+        "ratio": round(rates["streamed"] / rates["whole"], 4),
+    }
 
 
 def _prompts(plan: Plan, vocabulary: int, number: int) -> list[list[int]]:

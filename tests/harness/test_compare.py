@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,34 @@ def test_client_trouble_is_named(
     monkeypatch.setenv("FAKE_CLIENT", "dies")
     with pytest.raises(ServerError, match=r"client: ended unexpectedly(\n.*)*client trouble"):
         run(fake_plan(), tmp_path)
+
+
+def test_nothing_is_measured_before_another_process_has_ended(
+    fake_plan: MakePlan, tmp_path: Path
+) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "fast: healthy" in text:
+            assert not any("tok/s" in line for line in said)
+            sleeper.kill()
+
+    run(fake_plan(together=True, rounds=1, after=sleeper.pid, say=say), tmp_path)
+    assert sleeper.wait() == -9 and any("tok/s" in line for line in said)
+    # a process that has ended before holds nothing up
+    assert run(fake_plan(rounds=1, after=sleeper.pid), tmp_path)["measurements"]
+
+
+def test_each_server_is_streamed_from_behind_the_grid(fake_plan: MakePlan, tmp_path: Path) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def stream(server: Any) -> dict[str, Any]:
+        server.check("while it streams")
+        return {"ratio": len(server.name)}
+
+    plan = fake_plan(together=True, rounds=1, stream=stream)
+    results = run(plan, tmp_path, lambda results: kept.append(dict(results.get("streaming", {}))))
+    assert results["streaming"] == {"slow": {"ratio": 4}, "fast": {"ratio": 4}} == kept[-1]
+    assert kept[:-2] == [{}] * 4

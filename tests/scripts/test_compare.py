@@ -86,6 +86,15 @@ def test_compares_and_merges_the_summary(
     assert "--summary-alias a=b: expected one of main_job.x.tpot" in capsys.readouterr().err
     assert run("--render", str(output), *merge, "--kernel-ms", "no") == 1
     assert "--kernel-ms: expected that name in --summary" in capsys.readouterr().err
+    # answers that were streamed beside
+    kinds = {"whole": 20.0, "streamed": 19.0}
+    results["streaming"] = {"fast": {"runs": [], "tokens_per_s": kinds, "ratio": 0.95}}
+    results["settings"]["streamed"] = 200
+    (output / "results.json").write_text(json.dumps(results))
+    assert run("--render", str(output), *merge) == 0
+    assert json.loads(totals.read_text())["main_job.x.streamed_ratio_c200"] == 0.95
+    report = (output / "report.md").read_text()
+    assert "Streamed and whole answers" in report and "| fast | 20 | 19 | 0.950 |" in report
     # an existing folder is kept unless asked otherwise
     assert run(*arms(tmp_path), *options, "--output", str(output)) == 2
     assert "--overwrite" in capsys.readouterr().err
