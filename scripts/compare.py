@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         startup_timeout=args.startup_timeout,
         busy_host=args.busy_host,
         after=args.after,
-        stream=functools.partial(stream, requests=args.streamed) if args.streamed else None,
+        stream=functools.partial(stream, args) if args.streamed else None,
     )
     known = {
         "kind": "oss_fused.compare",
@@ -215,9 +215,11 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     return folder, results
 
 
-def stream(server: Server, requests: int) -> dict[str, Any]:
-    """Tokens per second of streamed and of whole answers of a server."""
-    plan = streaming.Plan(server.model, requests, repeats=_STREAMED_PAIRS)
+def stream(args: argparse.Namespace, server: Server) -> dict[str, Any] | None:
+    """Tokens per second of streamed and of whole answers of a server that is no baseline."""
+    if server.name in args.baseline:
+        return None
+    plan = streaming.Plan(server.model, args.streamed, repeats=_STREAMED_PAIRS)
     return streaming.measure(plan, server, streaming.vocabulary_of(server.model))
 
 

@@ -162,7 +162,7 @@ class Comparison:
         startup_timeout: seconds a server has until it is healthy.
         busy_host: each engine process shares one core with a busy loop.
         after: process that must have ended before anything is measured; servers start at once.
-        stream: measures a server behind the grid; what it returns is kept under "streaming".
+        stream: measures a server behind the grid, or not; what it returns is kept as "streaming".
         serve_command, client_command: programs to run (replaced in tests).
     """
 
@@ -181,7 +181,7 @@ class Comparison:
     startup_timeout: float = 900.0
     busy_host: bool = False
     after: int | None = None
-    stream: Callable[[Server], Mapping[str, Any]] | None = None
+    stream: Callable[[Server], Mapping[str, Any] | None] | None = None
     serve_command: Sequence[str] = VLLM_SERVE
     client_command: Sequence[str] = CLIENT
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr))
@@ -348,9 +348,11 @@ def _measure_group(
                     f"{figures['output_throughput']:9.1f} tok/s   "
                     f"TTFT {figures['p50_ttft_ms']:8.1f} ms   TPOT {figures['p50_tpot_ms']:7.2f} ms"
                 )
-    for server in servers if plan.stream else ():
-        results.setdefault("streaming", {})[server.name] = plan.stream(server)
-        keep(results)
+    for server in servers:
+        measured = plan.stream(server) if plan.stream else None
+        if measured:
+            results.setdefault("streaming", {})[server.name] = measured
+            keep(results)
     for server in servers:
         server.check("after the measurement")
 

@@ -85,7 +85,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--streamed",
         type=positive,
         metavar="N",
-        help="then ask each server for N answers of 128:512 at once, streamed and whole in turn",
+        help="then ask each server that is no baseline for N answers of 128:512 at once, streamed "
+        "and whole in turn",
     )
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
 
