@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Tile tables: buckets, the rule for unknown shapes, and what the H200 table names exists."""
+"""Tile tables: buckets, the rule for unknown shapes, and what each table names exists."""
 
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from oss_fused.kernels import tiles
 
 CPU = torch.device("cpu")
+TABLES = sorted(Path(tiles.__file__).parent.glob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,14 @@ def test_rows_between_cache_lines_take_the_wide_tile():
     assert rule["kernel"] == "cooperative" and rule["columns"] == 256
 
 
-def test_h200_table_fits_the_launchers():
+def test_names_of_devices_lead_to_their_tables():
+    assert tiles.table_path("NVIDIA H200") in TABLES
+    path = tiles.table_path("NVIDIA H100 80GB HBM3")
+    assert path.name == "nvidia_h100_80gb_hbm3.json"
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_tables_fit_the_launchers(path):
     pytest.importorskip("triton.experimental.gluon")
     from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
@@ -64,7 +74,7 @@ def test_h200_table_fits_the_launchers():
     gluon = {"stream": gemm_stream, "cooperative": gemm_cooperative, "pingpong": gemm_pingpong}
     assert set(gluon) <= set(tiles.GLUON_KERNELS)
     launchers = {**KERNELS, **gluon}
-    table = tiles.load_table("NVIDIA H200")["fp8_gemm"]
+    table = json.loads(path.read_text())["fp8_gemm"]
     assert table
     rules = {
         f"{bucket}x{n}x16": tiles.gemm_rule(bucket, n, 16, with_gluon)
