@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,7 @@ class Operand:
         *dtypes: torch.dtype,
         like: str | None = None,
         contiguous: bool = False,
+        dense: bool = False,
         cpu: tuple[torch.dtype, ...] = (),
     ) -> None:
         """Make the rule.
@@ -55,6 +56,8 @@ class Operand:
             dtypes: those allowed.
             like: the argument whose dtype is allowed as well.
             contiguous: the last dimension has unit stride.
+            dense: kernels read it without strides, so that they get a copy of one that has some.
+                A vector is read so, too.
             cpu: dtypes allowed on a CPU beside the others.
         """
         self.dims = tuple(int(d) if d.isdigit() else d for d in dims.split())
@@ -64,6 +67,7 @@ class Operand:
         self.dtypes = dtypes
         self.like = like
         self.contiguous = contiguous
+        self.dense = dense or (len(self.dims) == 1 and not self.prefix)
         self.cpu = cpu
 
     def check(self, name: str, value: torch.Tensor, dims: Dims, args: Mapping[str, Any]) -> None:
@@ -127,7 +131,7 @@ class Scale(Operand):
 
     def __init__(self, rows: str = "1") -> None:
         """``rows``: the dimension that has a scale each."""
-        super().__init__(f"{rows} 1", torch.float32)
+        super().__init__(f"{rows} 1", torch.float32, dense=True)
 
     def check(self, name: str, value: torch.Tensor, dims: Dims, args: Mapping[str, Any]) -> None:
         """Raise unless ``value`` is float32 with one element or one per row."""
@@ -195,6 +199,7 @@ class Contract:
         rules: Mapping[str, Rule],
         check: Callable[..., None] | None,
         example: Mapping[str, Any],
+        mutates: Sequence[str] = (),
     ) -> None:
         """Make the contract; ``rules`` may leave out arguments that take any value."""
         self.names = tuple(parameters)
@@ -206,7 +211,9 @@ class Contract:
         self.sizes = example
         self._parameters = parameters
         self._extra = self.select(check) if check else None
-        self._passed: set[tuple[Any, ...]] = set()
+        self._mutates = frozenset(mutates)
+        # what passed, and which of its arguments kernels need a copy of
+        self._passed: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     def check(self, args: tuple[Any, ...]) -> None:
         """Raise unless every argument fits its rule; a trailing default may be left out.
@@ -217,23 +224,45 @@ class Contract:
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, UnsupportedDeviceError, SchemeError.
         """
+        self.prepare(args)
+
+    def prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``args``, checked, with copies of those that kernels read without strides.
+
+        Raises:
+            As ``check``.
+        """
         # beyond the names come a kernel's own options
         key = tuple([_metadata(value) for value in args[: len(self.names)]])
-        if key in self._passed:
-            return
-        self._check(args)
-        if len(self._passed) >= _MOST_PASSED:
-            self._passed.clear()
-        self._passed.add(key)
+        strided = self._passed.get(key)
+        if strided is None:
+            strided = self._check(args)
+            if len(self._passed) >= _MOST_PASSED:
+                self._passed.clear()
+            self._passed[key] = strided
+        if not strided:
+            return args
+        return tuple(a.contiguous() if i in strided else a for i, a in enumerate(args))
 
-    def _check(self, args: tuple[Any, ...]) -> None:
+    def _check(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         named = dict(zip(self.names, args))
         dims: Dims = {"device": args[0].device}
+        strided = []
         for i, name, rule in self.rules:
             if i < len(args) and args[i] is not None:
                 rule.check(name, args[i], dims, named)
+                if isinstance(rule, Operand) and rule.dense and not args[i].is_contiguous():
+                    strided.append(i)
+                    self._check_written(name, args[i])
         if self._extra is not None:
             self._extra(*args)
+        return tuple(strided)
+
+    def _check_written(self, name: str, value: torch.Tensor) -> None:
+        if name in self._mutates:
+            raise ShapeMismatchError(
+                f"{name}.stride()={value.stride()}: expected a contiguous tensor to write to"
+            )
 
     def bind(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         """``args`` followed by the arguments ``named``, defaults between them filled in.

@@ -90,7 +90,7 @@ def declare(
     name = reference.__name__
     package = reference.__module__.rpartition(".")[0]
     parameters = inspect.signature(reference).parameters
-    contract = Contract(parameters, rules, check, example)
+    contract = Contract(parameters, rules, check, example, mutates)
     modules = {REFERENCE: reference.__module__}
     modules.update({backend: f"{package}.{module}" for backend, module in backends.items()})
     OPERATIONS[name] = Operation(name, reference, contract, modules, tuple(mutates))
@@ -98,7 +98,7 @@ def declare(
     def run(*args: Any) -> Any:
         if _observer is not None:
             _observer(name, args)
-        contract.check(args)
+        args = contract.prepare(args)
         return _kernel(backend_for(name, args[0].device), name)(*args)
 
     run.__name__ = run.__qualname__ = name
@@ -211,9 +211,7 @@ def get_kernel(backend: str, operation: str) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def checked(*args: Any, **named: Any) -> Any:
-        args = contract.bind(args, named)
-        contract.check(args)
-        return kernel(*args)
+        return kernel(*contract.prepare(contract.bind(args, named)))
 
     return checked
 

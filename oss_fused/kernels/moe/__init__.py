@@ -192,8 +192,8 @@ def _block_fake(
 _LAYER: dict[str, Rule] = {
     "x": Operand("T H", *FLOAT_DTYPES),
     "router_logits": Operand("T G", *FLOAT_DTYPES),
-    "w13_bias": Operand("E rows", *FLOAT_DTYPES),
-    "w2_bias": Operand("E H", *FLOAT_DTYPES),
+    "w13_bias": Operand("E rows", *FLOAT_DTYPES, dense=True),
+    "w2_bias": Operand("E H", *FLOAT_DTYPES, dense=True),
     "expert_map": Operand("G", torch.int32),
     "activation": OneOf(*reference.ACTIVATIONS),
 }
@@ -237,10 +237,10 @@ declare(
 )
 _EXAMPLE = {"T": 3, "H": 64, "G": 4, "E": 4, "rows": 64, "top_k": 2, "renormalize": True}
 _MXFP4: dict[str, Rule] = {
-    "w13": Operand("E rows H/2", torch.uint8),
-    "w13_scale": Operand("E w13_groups w13_chunks 64", torch.int32),
-    "w2": Operand("E H I/2", torch.uint8),
-    "w2_scale": Operand("E w2_groups w2_chunks 64", torch.int32),
+    "w13": Operand("E rows H/2", torch.uint8, dense=True),
+    "w13_scale": Operand("E w13_groups w13_chunks 64", torch.int32, dense=True),
+    "w2": Operand("E H I/2", torch.uint8, dense=True),
+    "w2_scale": Operand("E w2_groups w2_chunks 64", torch.int32, dense=True),
     "fp8_min_tokens": Between(-1),
 }
 _MXFP4_EXAMPLE = {
@@ -288,10 +288,10 @@ declare(
     reference.moe_fp8,
     {
         **_LAYER,
-        "w13": Operand("E rows H", FP8),
-        "w13_scale": Operand("E rows 1", torch.float32),
-        "w2": Operand("E H I", FP8),
-        "w2_scale": Operand("E H 1", torch.float32),
+        "w13": Operand("E rows H", FP8, dense=True),
+        "w13_scale": Operand("E rows 1", torch.float32, dense=True),
+        "w2": Operand("E H I", FP8, dense=True),
+        "w2_scale": Operand("E H 1", torch.float32, dense=True),
     },
     {"triton": "fp8"},
     check=_check_fp8,

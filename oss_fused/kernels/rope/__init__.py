@@ -70,7 +70,7 @@ def check_rotary(cos_sin_cache: torch.Tensor, key_cache: torch.Tensor) -> None:
 # of rope_kv and of the projection that ends in it
 CACHE_RULES = {
     "positions": Operand("T", *INT_DTYPES),
-    "cos_sin_cache": Operand("P R", *FLOAT_DTYPES),
+    "cos_sin_cache": Operand("P R", *FLOAT_DTYPES, contiguous=True),
     "key_cache": Operand("B S Hkv D", FP8, *FLOAT_DTYPES, contiguous=True),
     "value_cache": Operand("B S Hkv D", like="key_cache", contiguous=True),
     "slot_mapping": Operand("slots", *INT_DTYPES),
