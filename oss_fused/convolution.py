@@ -129,10 +129,14 @@ def conv2d_im2col(
 
 
 def _pair(name: str, value: Pair) -> list[int]:
-    pair = [value, value] if isinstance(value, int) else list(value)
-    if len(pair) != 2 or not all(isinstance(part, int) for part in pair):
+    pair = [value, value] if isinstance(value, int) else value
+    if (
+        not isinstance(pair, tuple | list)
+        or len(pair) != 2
+        or not all(isinstance(part, int) for part in pair)
+    ):
         raise SchemeError(f"{name}={value!r}: expected a whole number or two of them")
-    return pair
+    return list(pair)
 
 
 def _convolution(

@@ -207,6 +207,9 @@ def test_bad_arguments_are_named(device):
             flash_attention(q, k, v, **options)
     with pytest.raises(SchemeError, match="group_size=8: expected .* of mode 'group'"):
         AttentionFP8("channel", group_size=8)
+    with pytest.raises(SchemeError, match="fmt='e3m4': expected one of e4m3, e5m2"):
+        AttentionFP8(fmt="e3m4")
+    assert AttentionFP8(fmt="e5m2").fmt == E5M2
     with pytest.raises(UnsupportedDtypeError, match="k.dtype"):
         flash_attention(q, k.int(), v)
     v[0, 0, 0, 0] = float("nan")

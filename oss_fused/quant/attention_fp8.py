@@ -48,7 +48,9 @@ def default_group_size(channels: int) -> int:
         ShapeMismatchError: 8 does not divide ``channels``.
     """
     if channels % 8:
-        raise ShapeMismatchError(f"channels={channels}: expected a multiple of 8 for groups")
+        raise ShapeMismatchError(
+            f"channels={channels}: expected a multiple of 8, or a group size that divides it"
+        )
     return 16 if channels % 16 == 0 else 8
 
 
@@ -63,7 +65,7 @@ class AttentionFP8:
     def __init__(
         self,
         mode: str = "channel",
-        fmt: FP8Format = E4M3,
+        fmt: FP8Format | str = E4M3,
         *,
         group_size: int | None = None,
         momentum: float = 0.9,
@@ -76,7 +78,7 @@ class AttentionFP8:
         Args:
             mode: "tensor", "channel" or "group": how many values of the last dimension share a
                 scale.
-            fmt: E4M3, the precise format, or E5M2, the wide one.
+            fmt: E4M3, the precise format, or E5M2, the wide one; also by name, "e4m3" or "e5m2".
             group_size: of "group"; default 16 where it divides the dimension, else 8.
             momentum: weight of the past in the averages of amax.
             margin: factor on amax: room for a tensor whose amax is above the average.
@@ -85,7 +87,7 @@ class AttentionFP8:
                 that V's scales hold it.
 
         Raises:
-            SchemeError: unknown mode, or a group size of another one.
+            SchemeError: unknown mode or format, or a group size of another mode.
         """
         if mode not in MODES:
             raise SchemeError(f"fp8={mode!r}: expected one of {', '.join(MODES)}")
@@ -94,7 +96,10 @@ class AttentionFP8:
                 f"group_size={group_size}: expected a number above 0 of mode 'group', "
                 f"or None for mode {mode!r}"
             )
-        self.mode, self.fmt, self.group_size = mode, fmt, group_size
+        known = FORMATS.get(fmt) if isinstance(fmt, str) else fmt
+        if not isinstance(known, FP8Format):
+            raise SchemeError(f"fmt={fmt!r}: expected one of {', '.join(FORMATS)}, or an FP8Format")
+        self.mode, self.fmt, self.group_size = mode, known, group_size
         self.momentum, self.margin = momentum, margin
         self.quantize_qk, self.quantize_output = quantize_qk, quantize_output
         self.scalers: dict[str, AveragingScaler] = {}

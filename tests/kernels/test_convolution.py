@@ -132,6 +132,8 @@ def test_bad_arguments_are_named(device):
     for error, words, window in cases:
         with pytest.raises(error, match=words):
             conv2d(x, w, **window)
+    with pytest.raises(SchemeError, match=r"kernel_size=1.5: expected a whole number or two"):
+        im2col(x, 1.5)
     with pytest.raises(ShapeMismatchError, match="w.shape"):
         conv2d(x[:, :3], w)
     with pytest.raises(UnsupportedDtypeError, match="w.dtype"):
