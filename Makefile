@@ -41,4 +41,4 @@ format: setup  ## let ruff fix and format
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf .venv .venv-docs models results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs models results reports .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,12 +44,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"folder with config.json, or: {', '.join(NAMED)}")
-    add("--tokens", type=int, default=2048, help="of the prompt, and of the context of decode")
-    add("--batch", type=int, default=8, help="sequences of a decode step")
-    add("--world-size", type=int, default=2, help="ranks, for the communication")
-    add("--suite", type=Path, default=RESULTS / "h200/library-suite.json", help="roofs, kernels")
-    add("--accuracy", type=Path, default=RESULTS / "cpu/smollm2_accuracy.json")
-    add("--history", type=Path, default=RESULTS / "h200/history.json")
+    add(
+        "--tokens",
+        type=int,
+        default=2048,
+        help="of the prompt, and of the context of decode (%(default)s)",
+    )
+    add("--batch", type=int, default=8, help="sequences of a decode step (%(default)s)")
+    add("--world-size", type=int, default=2, help="ranks, for the communication (%(default)s)")
+    suite, accuracy = RESULTS / "h200/library-suite.json", RESULTS / "cpu/smollm2_accuracy.json"
+    add("--suite", type=Path, default=suite, help="JSON of bench_library.py: roofs, kernel times")
+    add("--accuracy", type=Path, default=accuracy, help="JSON of measure_smollm2.py")
+    add("--history", type=Path, default=RESULTS / "h200/history.json", help="JSON of earlier runs")
     add("--output", type=Path, default=Path("reports"), help="folder (default: reports)")
     args = parser.parse_args(argv)
     for name in ("tokens", "batch", "world_size"):

@@ -33,8 +33,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens that are cached"
+    )
     parser.add_argument("--queries", type=int, nargs="+", default=[1], help="tokens per sequence")
     parser.add_argument("--shapes", nargs="+", help="names to measure (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other launches as well")

@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="folder for kernels.json, .md and .png")
+    parser.add_argument("--output", type=Path, help="folder for the files above")
     parser.add_argument("--summary", type=Path, help="summary.json to merge the figures into")
     parser.add_argument("--groups", nargs="*", default=[], help="groups to run (default: all)")
     parser.add_argument("--contains", default="", help="only cases whose name contains this text")
@@ -36,7 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm-library", type=Path, help="path of vLLM's _C_stable_libtorch.abi3.so"
     )
-    parser.add_argument("--compile-jobs", type=int, default=min(os.cpu_count() or 1, 12))
+    jobs = min(os.cpu_count() or 1, 12)
+    parser.add_argument("--compile-jobs", type=int, default=jobs, help="processes that compile")
     parser.add_argument(
         "--from-json",
         type=Path,

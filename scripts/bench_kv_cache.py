@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from harness import decode, decode_figures, processes, summary
 from harness.compare import CPU_ENVIRONMENT, Arm, check_model
+from harness.compare_options import positive
 from harness.decode_limits import load_config
 from harness.folder import writable
 
@@ -88,9 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", help="checkpoint folder")
     add("--output", type=Path, required=True, help="JSON file to write")
     add("--name", help="of the model in the summary (default: the folder's)")
-    add("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens of the prompts")
-    add("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences that decode")
-    add("--rounds", type=int, default=2, help="measurements per load and arm (default: 2)")
+    add(
+        "--contexts", type=positive, nargs="+", default=list(CONTEXTS), help="tokens of the prompts"
+    )
+    add("--batches", type=positive, nargs="+", default=list(BATCHES), help="sequences that decode")
+    add("--rounds", type=positive, default=2, help="measurements per load and arm (default: 2)")
     add("--flags", type=shlex.split, default=["--quantization", "oss_fp8"], help="of all engines")
     add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")

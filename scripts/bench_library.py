@@ -56,9 +56,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
-    parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--targets", nargs="+", choices=TUNED, default=list(TUNED))
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
+    parser.add_argument(
+        "--targets", nargs="+", choices=TUNED, default=list(TUNED), help="of part tuning"
+    )
     parser.add_argument(
         "--render", action="store_true", help="measure nothing: redo the suite's reports"
     )

@@ -21,6 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.compare import check_model
+from harness.compare_options import positive
+from harness.folder import writable
+
 NEVER = 10**9
 PROMPT = 64
 
@@ -33,11 +37,24 @@ def main() -> int:
     add = parser.add_argument
     add("model", help="folder of a checkpoint in bf16, or of gpt-oss in MXFP4")
     add("--output", type=Path, required=True, help="JSON file to write")
-    add("--batches", type=int, nargs="+", default=[32, 1], help="requests at once (default: 32 1)")
-    add("--tokens", type=int, default=512, help="decode steps of a run (default: 512)")
-    add("--every", type=int, default=50, help="steps from one sample to the next (default: 50)")
-    add("--rounds", type=int, default=3, help="runs with and without samples (default: 3)")
+    add(
+        "--batches",
+        type=positive,
+        nargs="+",
+        default=[32, 1],
+        help="requests at once (default: 32 1)",
+    )
+    add("--tokens", type=positive, default=512, help="decode steps of a run (default: 512)")
+    add(
+        "--every", type=positive, default=50, help="steps from one sample to the next (default: 50)"
+    )
+    add("--rounds", type=positive, default=3, help="runs with and without samples (default: 3)")
     args = parser.parse_args()
+    try:
+        check_model(args.model)
+        writable(args.output)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine = start(args.model, max(args.batches))
     from oss_fused.environment import fingerprint

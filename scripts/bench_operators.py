@@ -28,7 +28,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", help="of attention (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other tiles of attention")
     return parser.parse_args(argv)

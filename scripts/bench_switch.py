@@ -29,6 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.compare_options import positive
+from harness.folder import writable
+
 TOKENS, PROMPT = 96, list(range(10, 74))
 # of the calibrated scale: every linear saturates
 SHRUNK = 1e-3
@@ -46,8 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file to write")
     add("--size", default="8b", choices=("8b", "tiny"), help="of the Llama (default: 8b)")
-    add("--layers", type=int, default=4, help="default: 4")
+    add("--layers", type=positive, default=4, help="default: 4")
     args = parser.parse_args(argv)
+    try:
+        writable(args.output)
+    except OSError as error:
+        parser.error(str(error))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from oss_fused.environment import fingerprint
     from oss_fused.files import write_json

@@ -43,6 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--plot: needs --history")
     if args.adapt and not args.thresholds:
         parser.error("--adapt: needs --thresholds")
+    if args.thresholds and not args.adapt and not args.thresholds.is_file():
+        parser.error(f"--thresholds {args.thresholds}: no such file; --adapt makes it")
     return args
 
 

@@ -96,6 +96,21 @@ def check(args: argparse.Namespace, before: dict[str, Any]) -> int:
     return 1 if raised else 0
 
 
+def rows_of(path: Path) -> dict[str, Any]:
+    """Rows of an earlier run by their names.
+
+    Raises:
+        ValueError: the file cannot be read, or is something else.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {row["name"]: row for row in rows if row["status"] == "ok"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--baseline {path}: expected an accuracy_performance.json ({error!r})"
+        ) from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run once, or hourly; returns the last exit code that was not 0."""
     parser = argparse.ArgumentParser(
@@ -103,22 +118,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("reports"), help="folder")
     parser.add_argument("--baseline", type=Path, help="accuracy_performance.json to compare with")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--small", action="store_true", help="small sizes; always on a CPU")
     parser.add_argument("--hourly", type=int, default=1, metavar="RUNS", help="runs, an hour apart")
     args = parser.parse_args(argv)
     before: dict[str, Any] = {}
     try:
         if args.baseline:
-            rows = json.loads(args.baseline.read_text())["rows"]
-            before = {row["name"]: row for row in rows if row["status"] == "ok"}
+            before = rows_of(args.baseline)
         code = check(args, before)
         for _ in range(args.hourly - 1):
             time.sleep(DASHBOARD.interval_seconds)
             code = check(args, before) or code
         return code
-    except (OssFusedError, OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {error!r}", file=sys.stderr)
+    except (OssFusedError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 

@@ -39,17 +39,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (("B", 1), ("H", 4), ("N", 256), ("D", 64)):
-        parser.add_argument(f"--{name}", type=_size, default=default)
-    parser.add_argument("--window-left", type=_size, default=64)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--fp8", action="store_true", help="V in FP8, per channel and per group")
-    parser.add_argument("--clip-target", type=float, default=0.01)
-    parser.add_argument("--group-candidates", type=_sizes, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--plot", action="store_true", help="histograms as PNG beside the JSON")
-    parser.add_argument("--output", type=Path, default=Path("reports/attention_accuracy.json"))
+    add = parser.add_argument
+    add("--B", type=_size, default=1, help="sequences (default: 1)")
+    add("--H", type=_size, default=4, help="heads (default: 4)")
+    add("--N", type=_size, default=256, help="tokens of a sequence (default: 256)")
+    add("--D", type=_size, default=64, help="values of a head (default: 64)")
+    add("--window-left", type=_size, default=64, help='of curve "window" (default: 64)')
+    add("--dropout", type=float, default=0.1, help='of curve "dropout" (default: 0.1)')
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v (default: bfloat16)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help="default: cuda if there is one, else cpu")
+    add("--fp8", action="store_true", help="V in FP8, per channel and per group")
+    add("--clip-target", type=float, default=0.01, help="share that may clip (default: 0.01)")
+    candidates = [4, 8, 16, 32, 64]
+    add("--group-candidates", type=_sizes, default=candidates, help="such as 4,8 (default: to 64)")
+    add("--plot", action="store_true", help="histograms as PNG beside the JSON")
+    output = Path("reports/attention_accuracy.json")
+    add("--output", type=Path, default=output, help="JSON file to write (default: %(default)s)")
     control = parser.add_argument_group("regression control, with --fp8")
     control.add_argument("--fp8-p99-threshold", type=float, help="default 3e-2")
     control.add_argument("--fp8-clip-threshold", type=float, help="default 0.03")

@@ -84,14 +84,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder of all arms")
-    add("--arm", action="append", required=True, metavar="NAME=[VAR=VALUE ...] [flags]")
+    arm = "NAME=[VAR=VALUE ...] [flags]"
+    add("--arm", action="append", required=True, metavar=arm, help="a set-up of vLLM; repeat it")
     add("--output", type=Path, required=True, help="JSON file to write")
     add("--sequences", type=int, default=16, help="prompts, which decode together (default: 16)")
     add("--length", type=int, default=256, help="tokens of each (default: 256)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--summary", type=Path, help="flat JSON for the KL against bfloat16 in decode")
-    add("--summary-name", action="append", default=[], metavar="FIGURE=ARM", help="repeat it")
+    add(
+        "--summary-name",
+        action="append",
+        default=[],
+        metavar="FIGURE=ARM",
+        help="name of an arm's KL; repeat it",
+    )
     return parser
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import collective_bytes
+from harness.compare_options import positive
 from harness.summary import merge_summary
 
 from oss_fused.bench.report import text_table
@@ -33,8 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--summary", type=Path, help="summary.json to merge the figure into")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes")
-    parser.add_argument("--bytes", type=int, nargs="+", default=[2**20, 2**24], dest="sizes")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="processes")
+    sizes = [2**20, 2**24]
+    parser.add_argument(
+        "--bytes", type=positive, nargs="+", default=sizes, dest="sizes", help="of a message"
+    )
     args = parser.parse_args(argv)
     try:
         rows = [r for ranks in args.ranks for r in collective_bytes.measure(ranks, args.sizes)]

