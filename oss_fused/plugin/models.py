@@ -37,7 +37,7 @@ from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.layers.vllm.reload import CompleteModel
 from oss_fused.layers.vllm.rope_attention import fuse_rope
-from oss_fused.layers.vllm.warmup import max_tokens
+from oss_fused.layers.vllm.warmup import collect, finish, max_tokens
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.monitor import watch as monitor
 from oss_fused.quant.patterns import spellings
@@ -79,6 +79,8 @@ class _BeforeLayers(QuantizeMethodBase):
         # --load-format dummy and others load no tensors by name
         if layer.loaded_names:
             layer.check_complete()
+        if layer.is_outermost and all(each.is_cuda for each in layer.parameters()):
+            collect()
 
 
 class _OssModel(CompleteModel, nn.Module):
@@ -89,6 +91,8 @@ class _OssModel(CompleteModel, nn.Module):
     options: ServingOptions
     # parameters that a load must bring
     needed: Sequence[str] = ()
+    # no part of another model, and no draft model beside one
+    is_outermost = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model as vLLM does; change it if its quantisation is oss_fp8."""
@@ -101,6 +105,7 @@ class _OssModel(CompleteModel, nn.Module):
         self.loaded_names = set()
         if self._is_oss_fp8:
             self.quant_method = _BeforeLayers()
+            self.is_outermost = not prefix
             self._adopt(vllm_config)
             vllm_config.quant_config.check_ignore()
 
@@ -149,6 +154,7 @@ class _OssModel(CompleteModel, nn.Module):
                 if type(block) is OssTransformerBlock:
                     warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
                     warm_block(block, max_tokens())
+            finish()
             monitor.install(self, get_current_vllm_config(), self.options)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

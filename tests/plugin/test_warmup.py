@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Warm-up meets every kernel that a batch can need; the GPU's part is in test_gpu.py."""
 
+import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +136,46 @@ def test_a_method_tells_batches_apart(monkeypatch):
 def test_experts_see_the_tokens_of_all_data_parallel_ranks(monkeypatch):
     monkeypatch.setattr(warmup, "max_tokens", lambda: 2048)
     assert warmup.max_routed_tokens(SimpleNamespace(dp_size=4)) == 8192
+
+
+def test_warm_ups_wait_until_all_layers_are_ready(monkeypatch):
+    """All of them are compiled together first, then run; later ones run at once."""
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(warmup, "_collected", None)
+    ran, inside = [], []
+
+    @contextmanager
+    def compiling_only(threads):
+        assert threads >= 1
+        inside.append(True)
+        yield
+        inside.clear()
+
+    monkeypatch.setitem(
+        sys.modules, "oss_fused.kernels.ahead", SimpleNamespace(compiling_only=compiling_only)
+    )
+    warmup.collect()
+    for key in ("a", "a", "b"):
+        warm_batches(key, 100, lambda tokens: tokens > 30, lambda t: ran.append((bool(inside), t)))
+    warmup.when_ready(lambda: ran.append((bool(inside), "one")))
+    assert ran == []
+    warmup.finish()
+    both = [1, 31, 1, 31, "one"]
+    assert ran == [*((True, each) for each in both), *((False, each) for each in both)]
+    warmup.finish()
+    # another model of this process, or a reload: few kernels are new
+    warmup.collect()
+    warm_batches("c", 1, lambda tokens: tokens, ran.append)
+    assert ran[10:] == [1]
+
+
+def test_without_a_parallel_compiler_kernels_are_compiled_in_turn(monkeypatch):
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(warmup, "_collected", None)
+    monkeypatch.setitem(sys.modules, "oss_fused.kernels.ahead", None)
+    said, ran = [], []
+    monkeypatch.setattr(warmup.logger, "warning", lambda text, *a: said.append(text % a))
+    warmup.collect()
+    warmup.when_ready(lambda: ran.append(1))
+    warmup.finish()
+    assert ran == [1] and "one after the other" in said[0]

@@ -11,6 +11,7 @@ The option attention_kernels="vllm" turns the native kernel off.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.layers.vllm.warmup import when_ready
 
 FP8 = torch.float8_e4m3fn
 # positions up to which the kernel is faster with large FP8 heads
@@ -50,7 +52,7 @@ class OssAttentionImpl(FlashAttentionImpl):
         self.arrivals.zero_()
         _warm_up(self, act_dtype)
         if self.rope is not None:
-            self.rope.warm_up(act_dtype, self.max_rows)
+            when_ready(functools.partial(self.rope.warm_up, act_dtype, self.max_rows))
 
     def forward(
         self,
@@ -189,6 +191,12 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     if key in _warm:
         return
     _warm.add(key)
+    when_ready(functools.partial(_run_rows, impl, dtype))
+
+
+def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
+    heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
+    quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
     device = impl.arrivals.device
     cache_dtype = FP8 if quantised else dtype
     cache = torch.zeros(1, kv_heads, 16, 2 * size, dtype=cache_dtype, device=device)

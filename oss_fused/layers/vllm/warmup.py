@@ -3,16 +3,22 @@
 
 A kernel is compiled once per bucket of rows (``kernels.tiles.ROW_BUCKETS``) and shape; layers of
 equal shape share it. A CPU compiles nothing.
+
+While vLLM loads a model, what layers ask for is collected, and compiled on several cores when all
+layers are ready (``collect``, ``finish``).
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -26,7 +32,58 @@ from oss_fused.kernels.tiles import ROW_BUCKETS
 # of a temporary output: a head with a large vocabulary never sees that many rows
 _MAX_BYTES = 1 << 30
 
+_THREADS = 8
+
 _done: set[Hashable] = set()
+# what waits for the end of loading; None: nothing waits
+_collected: list[Callable[[], None]] | None = None
+
+# vLLM shows what its own loggers say; of others it shows warnings
+logger = init_logger(f"vllm.{__name__}")
+
+
+def collect() -> None:
+    """Let warm-ups wait for ``finish``, if they are the first of this process."""
+    global _collected
+    if not _done:
+        _collected = []
+
+
+def when_ready(run: Callable[[], None]) -> None:
+    """Call ``run``, which launches kernels and reads no result of theirs; or let it wait."""
+    if _collected is None:
+        run()
+    else:
+        _collected.append(run)
+
+
+def finish() -> None:
+    """Compile the kernels of all that waits on several cores, then run it."""
+    global _collected
+    waiting, _collected = _collected or [], None
+    if not waiting:
+        return
+    begin = time.monotonic()
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    try:
+        # late: only a GPU needs Triton
+        from oss_fused.kernels.ahead import compiling_only
+
+        with compiling_only(threads):
+            for run in waiting:
+                run()
+    except Exception as error:
+        # slower, not wrong: each kernel is compiled when it is launched
+        logger.warning("oss_fused: kernels are compiled one after the other: %s", error)
+    compiled = time.monotonic() - begin
+    for run in waiting:
+        run()
+    logger.info(
+        "oss_fused: compiled kernels in %.1f s on %d threads, warmed up in %.1f s",
+        compiled,
+        threads,
+        time.monotonic() - begin - compiled,
+    )
 
 
 def max_tokens() -> int:
@@ -71,6 +128,16 @@ def warm_linear(
     if key in _done:
         return
     _done.add(key)
+    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only))
+
+
+def _run_linear(
+    layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype, weight_only: bool
+) -> None:
+    weight = layer.weight
+    n, k = weight.shape
+    bias = getattr(layer, "bias", None)
+    static = getattr(layer, "input_scale", None)
     gain = torch.ones(k, dtype=dtype, device=weight.device)
     after_norm = (QKVParallelLinear, MergedColumnParallelLinear)
     from_norm = hasattr(layer, "_input_quant_key") and isinstance(layer, after_norm)
@@ -102,6 +169,8 @@ def warm_batches(
 ) -> None:
     """Call ``run(tokens)`` for a batch of each variant up to ``limit`` tokens, once per ``key``.
 
+    While vLLM loads a model the calls wait for ``finish``.
+
     Args:
         key: what the kernels are compiled for beside the batch.
         limit: most tokens of one step.
@@ -111,8 +180,12 @@ def warm_batches(
     if key in _done:
         return
     _done.add(key)
-    for tokens in first_of_each(limit, variant):
-        run(tokens)
+
+    def run_all() -> None:
+        for tokens in first_of_each(limit, variant):
+            run(tokens)
+
+    when_ready(run_all)
 
 
 def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None:
