@@ -35,11 +35,16 @@ def _name(function: Any) -> str:
 
 
 def _python_function(value: Any) -> Any:
-    """The Python function in ``value``: a function, a method, or what a Triton kernel wraps."""
+    """The Python function in ``value``: of a method, of a Triton kernel, or behind a cache."""
     value = getattr(value, "__func__", value)
-    while not isinstance(value, types.FunctionType) and hasattr(value, "fn"):
-        value = value.fn
-    return value if isinstance(value, types.FunctionType) else None
+    while not isinstance(value, types.FunctionType):
+        if isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        elif hasattr(value, "fn"):
+            value = value.fn
+        else:
+            return None
+    return value
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[str]:
@@ -55,8 +60,14 @@ def _parts(value: Any, seen: set[int]) -> Iterator[str]:
             seen.add(id(function))
             yield from _function_parts(function, seen)
     elif callable(value) and not isinstance(value, type):
-        # a callable object is its class
-        yield from _parts(type(value).__call__, seen)
+        call = _python_function(type(value).__call__)
+        if call is not None:
+            # a callable object is its class
+            yield from _parts(call, seen)
+        else:
+            # written in C
+            name = getattr(value, "__qualname__", type(value).__qualname__)
+            yield f"{getattr(value, '__module__', None)}.{name}"
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__}"
 

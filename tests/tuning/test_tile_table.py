@@ -8,8 +8,10 @@ import torch
 
 from oss_fused.errors import TritonKernelError
 from oss_fused.kernels import tiles
+from oss_fused.tuning import tile_table
 from oss_fused.tuning.cache import TuningCache
-from oss_fused.tuning.tile_table import FAMILIES, TableTuner, tune_table, write_table
+from oss_fused.tuning.space import ConfigSpace
+from oss_fused.tuning.tile_table import FAMILIES, Family, TableTuner, tune_table, write_table
 
 CPU = torch.device("cpu")
 NAMES = frozenset(family.kernel for family in FAMILIES)
@@ -45,6 +47,31 @@ def test_the_fastest_family_and_tile_become_the_entry(tmp_path):
     entry = device.tuner.entry(16, 999, 1600, device.launch)
     assert entry["kernel"] == "stream" and entry["block_m"] == 16
     assert (entry["block_n"], entry["block_k"]) == (64, 512)
+
+
+def test_the_kernels_themselves_are_tuned(tmp_path, monkeypatch):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    space = ConfigSpace({"block_n": (64, 128), "block_k": (128,), "num_stages": (3,)})
+    monkeypatch.setattr(tile_table, "FAMILIES", (Family("swap", (4, 128), space),))
+    launch = tile_table.gpu_launch(16, 64, 128, device)
+    calls = []
+
+    def timer(call, repeats, where):
+        calls.append(call())
+        # the rule's tile, timed last, is the slowest
+        return [float(len(calls))] * repeats
+
+    cache = TuningCache(tmp_path / "cache.json")
+    tuner = TableTuner(device, frozenset({"swap"}), cache, timer)
+    entry = tuner.entry(16, 64, 128, launch)
+    assert entry == {
+        "kernel": "swap",
+        "block_m": 16,
+        "block_n": 64,
+        "block_k": 128,
+        "num_stages": 3,
+    }
+    assert all(torch.isfinite(out).all() and out.shape == (16, 64) for out in calls)
 
 
 def test_nothing_where_the_rule_is_as_good(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import math
 
@@ -371,6 +372,24 @@ def test_identity_follows_what_a_kernel_uses(monkeypatch):
         found.append(kernel_identity(kernel))
     assert found[0] == found[2] != found[1]
     assert f"{kernel.__module__}.test_identity_follows" in found[0]
+
+
+def test_identity_of_what_python_did_not_define():
+    def calling(value):
+        return lambda x: value(x)
+
+    @functools.cache
+    def doubled(x):
+        return 2 * x
+
+    @functools.cache
+    def tripled(x):
+        return 3 * x
+
+    values = (len, sum, torch.exp, torch.log, doubled, tripled, [].append, dict.get, {1}.__len__)
+    assert len({kernel_identity(calling(value)) for value in values}) == len(values)
+    assert kernel_identity(calling(doubled)) == kernel_identity(calling(doubled))
+    assert kernel_identity(functools.partial(max, 1)) != kernel_identity(functools.partial(min, 1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
