@@ -26,10 +26,12 @@ REPLAYS = 20
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median and 95th percentile over graph replays."""
+    """Microseconds of one call: median and percentiles over graph replays."""
 
     median: float
+    p90: float
     p95: float
+    p99: float
 
 
 def copies_for(nbytes: int) -> int:
@@ -47,12 +49,14 @@ def time_graphs(
 ) -> dict[str, Timing]:
     """Time several implementations in turn, each as `time_graph` does; see `time_in_turn`."""
     measured = time_in_turn(list(contestants.values()), replays, "cuda")
-    return {name: _timing(times) for name, times in zip(contestants, measured, strict=True)}
+    return {name: of_replays(times) for name, times in zip(contestants, measured, strict=True)}
 
 
-def _timing(milliseconds: Sequence[float]) -> Timing:
+def of_replays(milliseconds: Sequence[float]) -> Timing:
+    """Milliseconds of one call in each replay, as a Timing."""
     times = sorted(1e3 * value for value in milliseconds)
-    return Timing(statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))])
+    shares = (times[min(len(times) - 1, int(share * len(times)))] for share in (0.9, 0.95, 0.99))
+    return Timing(statistics.median(times), *shares)
 
 
 def copy_bandwidth(nbytes: int = 2**31) -> float:

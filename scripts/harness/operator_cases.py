@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from oss_fused.attention import flash_attention
 from oss_fused.bench.accuracy import check_accuracy, measure_error
+from oss_fused.bench.problems import LayerNormInput, SoftmaxInput
 from oss_fused.bench.timing import copies_for, time_graphs
 from oss_fused.kernels.flash_attention import backward, forward
 from oss_fused.kernels.flash_attention.tile import Tiles
@@ -23,6 +24,7 @@ from oss_fused.normalization import layer_norm, softmax
 
 BF16 = torch.bfloat16
 SIZES = (1024, 2048, 4096, 8192)
+PROBLEMS = {"softmax": SoftmaxInput, "layer_norm": LayerNormInput}
 LENGTHS = (512, 1024, 2048, 4096, 16384)
 HEAD_DIMS = (64, 128)
 # tokens and width of the hidden state, as the published comparisons have them
@@ -41,6 +43,8 @@ FORWARD_TILES = (
 DQ_TILES = (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 1), Tiles(64, 64, 4, 2))
 DKV_TILES = (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 1), Tiles(128, 128, 8, 1), Tiles(64, 64, 4, 2))
 _REPLAYS = 15
+# of softmax and LayerNorm, whose rows have percentiles
+_ROW_REPLAYS = 60
 
 # called with unpacked arguments
 _attention: Callable[..., Any] = flash_attention
@@ -83,14 +87,18 @@ def row_operations(bandwidth: float) -> Iterator[dict[str, Any]]:
             functions["copy"] = torch.clone
             checked["copy"] = check_accuracy(torch.clone(sets[0]), sets[0].double())
             calls = {name: [functools.partial(f, x) for x in sets] for name, f in functions.items()}
-            times = time_graphs(calls, _REPLAYS)
+            times = time_graphs(calls, _ROW_REPLAYS)
+            problem = PROBLEMS[operation](size, size, BF16)
             for name, timing in times.items():
                 yield {
                     "operation": operation,
                     "implementation": name,
                     "size": size,
                     "us": timing.median,
+                    "p90_us": timing.p90,
                     "p95_us": timing.p95,
+                    "p99_us": timing.p99,
+                    "intensity": 0.0 if name == "copy" else problem.flops / problem.num_bytes,
                     "gbps": nbytes / timing.median * 1e-3,
                     "share": nbytes / (timing.median * 1e-6) / bandwidth,
                     "speedup": times["pytorch"].median / timing.median,

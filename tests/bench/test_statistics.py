@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from oss_fused.bench import timing
 from oss_fused.bench.statistics import (
     Verdict,
     collect,
@@ -84,3 +85,9 @@ def test_verdicts():
 def test_bad_samples_are_named(samples):
     with pytest.raises(ValueError, match="samples"):
         summarize(samples)
+
+
+def test_percentiles_of_graph_replays():
+    found = timing.of_replays([value / 1000 for value in range(100, 0, -1)])
+    assert (found.median, found.p90, found.p95, found.p99) == pytest.approx((50.5, 91, 96, 100))
+    assert timing.of_replays([0.002]) == timing.Timing(2.0, 2.0, 2.0, 2.0)
