@@ -90,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=48,
         help="decode steps per measurement from batch 8 on (default: 48)",
     )
-    add("--prefill", type=int, default=PREFILL, help="tokens of a prompt (default: 8192)")
+    add("--prefill", type=int, default=PREFILL, help="tokens of a prompt; 0: none (default: 8192)")
     add("--rounds", type=int, default=2, help="measurements per load and arm (default: 2)")
     add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
@@ -113,7 +113,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
         values = getattr(args, name)
         if len(set(values)) != len(values) or any(value < 1 for value in values):
             parser.error(f"--{name} {values}: expected different numbers of at least 1")
-    for name, least in (("steps", 8), ("prefill", 1), ("rounds", 1)):
+    for name, least in (("steps", 8), ("prefill", 0), ("rounds", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)}: expected at least {least}")
     arms: list[Arm] = []
@@ -141,6 +141,7 @@ def measure(
     args: argparse.Namespace, arms: list[Arm]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run the plan; the results and, apart from them, the recorded profiles."""
+    prefill = [decode.Cell(1, args.prefill, 0)] if args.prefill else []
     plan = decode.DecodeBenchmark(
         arms=arms,
         cells=[
@@ -149,11 +150,11 @@ def measure(
                 for c in args.contexts
                 for b in args.batches
             ),
-            decode.Cell(1, args.prefill, 0),
+            *prefill,
         ],
         profiles=[
             *(decode.Cell(batch, args.contexts[0], 8) for batch in args.profile),
-            *([decode.Cell(1, args.prefill, 0)] if args.profile else []),
+            *(prefill if args.profile else []),
         ],
         hosts=[decode.Cell(batch, args.contexts[0], args.steps) for batch in args.host],
         rounds=args.rounds,

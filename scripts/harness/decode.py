@@ -56,7 +56,7 @@ class DecodeBenchmark:
         gpu: whether the machine has one; decides defaults.
         flags: engine flags for all arms, before an arm's own.
         seed: of the prompts.
-        startup_timeout: seconds an engine has to start.
+        startup_timeout: seconds the engines, which start together, have to start.
         deadline: of time.monotonic; past it nothing begins.
         after: process that must have ended before anything is measured; engines start at once.
         worker: program and arguments, see decode_worker (replaced in tests).
@@ -159,10 +159,11 @@ class Engine:
             raise self._failed("ended") from None
         return self.answer(timeout)
 
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """The next answer; raises as ``ask`` does."""
+    def answer(self, timeout: float, left: float | None = None) -> dict[str, Any]:
+        """The next answer, in ``left`` seconds if only those are left; raises as ``ask`` does."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
+        wait = timeout if left is None else left
+        if not select.select([self._process.stdout], [], [], wait)[0]:
             raise self._failed(f"no answer in {timeout:.0f} s")
         line = self._process.stdout.readline()
         if not line:
@@ -258,7 +259,9 @@ def _survives(
 
 
 def _starts(plan: DecodeBenchmark, engine: Engine, results: dict[str, Any]) -> None:
-    engine.answer(plan.startup_timeout)
+    # all have started at the same time: waiting for one is time that the next has used
+    left = engine.started + plan.startup_timeout - time.monotonic()
+    engine.answer(plan.startup_timeout, max(left, 0.0))
     seconds = time.monotonic() - engine.started
     plan.say(f"{engine.arm.name}: up after {seconds:.0f} s")
     results["arms"][engine.arm.name] = asdict(engine.arm) | {

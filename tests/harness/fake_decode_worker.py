@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Stands in for harness.decode_worker; a model whose folder is called `broken` fails."""
+"""Stands in for harness.decode_worker; a model called `broken` fails, `late` does not start."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 # one step of a layer and what follows the last, as vLLM's own kernels are called
@@ -16,6 +17,8 @@ def main() -> None:
     if Path(job["model"]).name == "broken":
         print("ValueError: weights are upside down", file=sys.stderr)
         sys.exit(5)
+    if Path(job["model"]).name == "late":
+        time.sleep(60)
     speed = 2.0 if "q" in job["flags"] else 1.0
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

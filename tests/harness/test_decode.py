@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,20 @@ def test_a_baseline_that_does_not_start_is_left_out(tmp_path):
     assert list(results["arms"]) == ["slow", "fast"]
     with pytest.raises(ServerError, match="upside down"):
         decode.run(plan(tmp_path, arms=[broken, plan(tmp_path).arms[1]]), tmp_path)
+
+
+def test_engines_start_together_and_have_one_time_to_do_so(tmp_path):
+    late = [Arm(name, str(tmp_path / "late")) for name in ("a", "b", "c")]
+    Path(late[0].model).mkdir()
+    (Path(late[0].model) / "config.json").write_text(json.dumps(GPT_OSS))
+    arms = [*late, *plan(tmp_path).arms]
+    begin = time.monotonic()
+    results = decode.run(plan(tmp_path, arms=arms, startup_timeout=4.0), tmp_path)
+    assert time.monotonic() - begin < 4 + 4
+    assert (
+        list(results["failed"]) == ["a", "b", "c"] and "no answer in 4 s" in results["failed"]["c"]
+    )
+    assert len(results["measurements"]) == 2 * 2 * 3
 
 
 def test_flags_fit_the_cells(tmp_path):

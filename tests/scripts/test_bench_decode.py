@@ -83,6 +83,15 @@ def test_a_killed_run_can_be_rendered(script, arms, tmp_path, monkeypatch):
     assert "### Decode, batch 2" in (out / "report.md").read_text()
 
 
+def test_decode_alone(script, arms, tmp_path):
+    options = ["--batches", "2", "--contexts", "16", "--profile", "2", "--prefill", "0"]
+    assert script.main([*arms, *options, "--output", str(tmp_path / "out")]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert {m["steps"] for m in results["measurements"]} == {192}
+    assert len(results["profiles"]) == 2
+    assert "## Prefill" not in (tmp_path / "out/report.md").read_text()
+
+
 def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_path):
     model, summary = arms[1].removeprefix("baseline="), tmp_path / "summary.json"
     exact = ["--arm", f"exact={model}", *arms[2:], "--baseline", "baseline"]
