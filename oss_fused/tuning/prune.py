@@ -33,11 +33,12 @@ def estimate_resources(
     """Shared memory of the operand tiles in flight, and registers that hold the accumulators.
 
     Args:
-        config: BLOCK_M, BLOCK_N, BLOCK_K, or BLOCK_SIZE; num_warps; num_stages.
+        config: BLOCK_M, BLOCK_N, BLOCK_K, or BLOCK_SIZE, in either case; num_warps; num_stages.
         element_bytes: size of an operand's element.
         accumulators: fp32 output tiles kept at once (2 for a gated MLP).
         warp_size: threads of a warp.
     """
+    config = _capitals(config)
     threads = config.get("num_warps", 4) * warp_size
     stages = config.get("num_stages", 1)
     if "BLOCK_M" in config and "BLOCK_N" in config:
@@ -83,9 +84,16 @@ def reason_to_skip(
             )
         if need.registers_per_thread * need.threads > device.registers_per_sm:
             return f"registers of {need.threads} threads above {device.registers_per_sm} per SM"
-    if len(problem_size) == 3 and "BLOCK_M" in config:
-        return _badly_sized(config, problem_size)
+    if len(problem_size) == 3 and "BLOCK_M" in _capitals(config):
+        return _badly_sized(_capitals(config), problem_size)
     return None
+
+
+def _capitals(config: Config) -> Config:
+    """Names of blocks as a kernel has them; launchers and tile tables write them small."""
+    return {
+        name.upper() if name.startswith("block_") else name: value for name, value in config.items()
+    }
 
 
 def _badly_sized(config: Config, problem_size: Sequence[int]) -> str | None:

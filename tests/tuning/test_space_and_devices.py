@@ -94,3 +94,7 @@ def test_pruning_by_shared_memory_registers_and_size():
     assert reason_to_skip({**tile, "BLOCK_M": 16}, h200, (1, 4096, 4096)) is None
     two = reason_to_skip({**tile, "num_warps": 4, "num_stages": 2}, h200, accumulators=2)
     assert "registers" in two
+    small = {name.lower(): value for name, value in tile.items()}
+    assert estimate_resources(small, 2) == estimate_resources(tile, 2)
+    assert "registers" in reason_to_skip({**small, "num_warps": 2}, h200)
+    assert "BLOCK_M=128" in reason_to_skip(small, h200, (8, 4096, 4096))

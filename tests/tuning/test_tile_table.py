@@ -2,6 +2,7 @@
 """The tile table's tuner against a device that exists only as a function of the tile."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from oss_fused.errors import TritonKernelError
 from oss_fused.kernels import tiles
 from oss_fused.tuning import tile_table
 from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.device import load_description
 from oss_fused.tuning.space import ConfigSpace
 from oss_fused.tuning.tile_table import FAMILIES, Family, TableTuner, tune_table, write_table
 
@@ -72,6 +74,15 @@ def test_the_kernels_themselves_are_tuned(tmp_path, monkeypatch):
         "num_stages": 3,
     }
     assert all(torch.isfinite(out).all() and out.shape == (16, 64) for out in calls)
+
+
+def test_no_family_compiles_a_tile_whose_sums_exceed_the_registers(tmp_path):
+    device = Device(lambda kernel, config: 3.0, tmp_path)
+    tuner = replace(device.tuner, description=load_description("h100"), exhaustive=True)
+    tuner.entry(128, 4096, 4096, device.launch)
+    large = [config for kernel, config in device.calls if kernel == "large"]
+    sums = {config["block_m"] * config["block_n"] // config["num_warps"] for config in large}
+    assert max(sums) // 32 == 128, "a thread of 255 registers holds 128 sums"
 
 
 def test_nothing_where_the_rule_is_as_good(tmp_path):
