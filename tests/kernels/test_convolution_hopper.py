@@ -41,6 +41,9 @@ def test_the_rule(shape, stride, taken):
     x, w, _ = operands(**shape)
     assert hopper_kernel.takes(x, w, stride) == taken
     assert not hopper_kernel.takes(x.contiguous(), w, stride)
+    # one value beyond 16 bytes
+    moved = torch.empty(w.numel() + 1, dtype=w.dtype)[1:].view(w.shape)
+    assert not hopper_kernel.takes(x, moved, stride)
 
 
 @pytest.mark.parametrize("shares", [False, True])

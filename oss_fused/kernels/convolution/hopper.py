@@ -39,7 +39,7 @@ def takes(x: torch.Tensor, w: torch.Tensor, stride: list[int]) -> bool:
 
     Halves of 32 channels or more, whole 16 bytes of channels, a stride of one or two.
     """
-    steps = (x.data_ptr(), *(x.stride(dim) * x.element_size() for dim in (0, 2, 3)))
+    steps = (x.data_ptr(), w.data_ptr(), *(x.stride(dim) * x.element_size() for dim in (0, 2, 3)))
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == 1
