@@ -269,6 +269,20 @@ def test_strided_and_empty(device):
             assert all((t == 0).all() for t in grads)
 
 
+@pytest.mark.parametrize("side", ["window_left", "window_right"])
+@pytest.mark.parametrize("size", [39, 40, 2**31 - 1, 2**63 - 1])
+def test_a_window_over_all_rows_limits_nothing(side, size, device):
+    """Also where its size added to a position leaves 32 or 64 bits."""
+    tensors = operands(n=40, m=30, device=device)
+    want = forward("torch", tensors)
+    found = forward("triton", tensors, **{side: size})
+    assert_near(found[0], want[0], TOLERANCE[torch.float32])
+    grad = torch.ones_like(want[0])
+    grads = backward("triton", grad, tensors, want, **{side: size})
+    for ours, theirs in zip(grads, backward("torch", grad, tensors, want)):
+        assert_near(ours, theirs, TOLERANCE[torch.float32])
+
+
 def test_tiles_do_not_change_the_result(device):
     tensors = operands(n=40, m=70, device=device)
     want = forward("torch", tensors, causal=True, window_left=40)

@@ -18,8 +18,8 @@ from oss_fused.kernels.flash_attention.key_gradient import dkv_kernel
 from oss_fused.kernels.flash_attention.query_gradient import dq_kernel
 from oss_fused.kernels.flash_attention.tile import (
     LOG2E,
+    Program,
     Tiles,
-    Window,
     dot_dtype,
     dropout,
     for_hopper,
@@ -29,6 +29,7 @@ from oss_fused.kernels.flash_attention.tile import (
     rows_of,
     shared_memory,
     triton_dtype,
+    window_of,
     with_tiles,
 )
 from oss_fused.kernels.integers import cdiv
@@ -105,8 +106,8 @@ def flash_attention_backward(
 
     ``config`` is the tuner's: tiles of dQ, and of dK and dV.
     """
-    batch, heads, queries, dim = q.shape
-    kv_heads, keys, dim_v = v.shape[1:]
+    heads, queries, dim = q.shape[1:]
+    keys, dim_v = v.shape[2:]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape, dtype=q.dtype, device=q.device)
     dv = torch.empty(v.shape, dtype=q.dtype, device=q.device)
@@ -114,8 +115,9 @@ def flash_attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad = grad.contiguous()
     terms = _row_terms(grad, out.contiguous(), row_max.contiguous(), row_sum.contiguous())
+    window = window_of(window_left, window_right, max(queries, keys))
     plain = config is mask is slopes is None and not dropout_p
-    if plain and window_left == window_right == -1 and for_hopper(q, k, v, grad):
+    if plain and window == (-1, -1) and for_hopper(q, k, v, grad):
         # Gluon is experimental: another Triton may lack it
         from oss_fused.kernels.flash_attention.hopper_key_gradient import key_gradient
         from oss_fused.kernels.flash_attention.hopper_query_gradient import query_gradient
@@ -124,15 +126,30 @@ def flash_attention_backward(
         key_gradient(grad, q, k, v, terms, dk, dv, scale, causal)
         return dq, dk, dv
     rule = _tiles(q.device, q.dtype, dim, dim_v)
-    tiles_q, tiles_kv = config or (rule, _swapped(rule))
     # one width of both tiles: axis 2 counts tiles of dK and of dV alike
     block = max(head_block(dim), head_block(dim_v))
-    window = Window(window_left, window_right)
     shape = program(q, v, mask, slopes, causal, window, dropout_p, (block, block))
     operands = (*map(rows_of, (q, k, v)), grad, mask_rows(mask, heads), slopes, terms)
     limits = (queries, keys, scale, window, dropout(dropout_p, seed))
-    dtypes = (triton_dtype(q.dtype), dot_dtype(q.dtype))
-    dq_kernel[(batch * heads, cdiv(queries, tiles_q.block_m), cdiv(dim, block))](
+    _launch(operands, (dq, dk, dv), limits, shape, config or (rule, _swapped(rule)))
+    return dq, dk, dv
+
+
+def _launch(
+    operands: tuple[Any, ...],
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    limits: tuple[Any, ...],
+    shape: Program,
+    tiles: tuple[Tiles, Tiles],
+) -> None:
+    """Fill dQ, then dK and dV."""
+    dq, dk, dv = gradients
+    batch, heads, queries, dim = dq.shape
+    kv_heads, keys, dim_v = dv.shape[1:]
+    tiles_q, tiles_kv = tiles
+    dtypes = (triton_dtype(dq.dtype), dot_dtype(dq.dtype))
+    widths = [cdiv(size, shape.block_d) for size in (dim, dim_v)]
+    dq_kernel[(batch * heads, cdiv(queries, tiles_q.block_m), widths[0])](
         *operands,
         dq,
         *limits,
@@ -141,8 +158,7 @@ def flash_attention_backward(
         num_warps=tiles_q.warps,
     )
     even = queries % tiles_kv.block_m == 0 and keys % tiles_kv.block_n == 0
-    widest = max(cdiv(dim, block), cdiv(dim_v, block))
-    dkv_kernel[(batch * kv_heads, cdiv(keys, tiles_kv.block_n), widest)](
+    dkv_kernel[(batch * kv_heads, cdiv(keys, tiles_kv.block_n), max(widths))](
         *operands,
         dk,
         dv,
@@ -151,7 +167,6 @@ def flash_attention_backward(
         *dtypes,
         num_warps=tiles_kv.warps,
     )
-    return dq, dk, dv
 
 
 def _row_terms(

@@ -24,13 +24,13 @@ from oss_fused.kernels.flash_attention.tile import (
     LOG2E,
     Rows,
     Tiles,
-    Window,
     as_operand,
     bias_and_hide,
     dot_dtype,
     dropout,
     for_hopper,
     head_block,
+    head_strips,
     head_tiles,
     kept_tile,
     key_range,
@@ -41,6 +41,7 @@ from oss_fused.kernels.flash_attention.tile import (
     scores,
     shared_memory,
     triton_dtype,
+    window_of,
     with_tiles,
 )
 from oss_fused.kernels.integers import cdiv
@@ -68,26 +69,25 @@ class _Result(NamedTuple):
 def _attend(
     sums,
     x,
-    q,
-    k,
-    v,
-    mask,
-    mask_head,
+    strips,
+    hidden,
     begin,
     end,
-    first,
-    column,
-    row0,
+    at,
     scaling,
-    window,
     drop,
     EDGE: tl.constexpr,
     P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The online softmax over keys [begin, end); EDGE: not every query sees every one of them."""
+    """The online softmax over keys [begin, end); EDGE: not every query sees every one of them.
+
+    ``at``: the first query of the tile, the first column of v, the head's first row.
+    """
     acc, total, best = sums
+    q, k, v = strips
+    first, column, row0 = at
     scale, slope = scaling
     sizes = (q[1], k[1])
     m = first + tl.arange(0, P.block_m)[:, None]
@@ -96,7 +96,7 @@ def _attend(
         logits, _ = scores(
             x, q, first, k, start, P.dim, P.block_d, P.block_m, P.block_n, EDGE, DTYPE
         )
-        logits = bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE, P)
+        logits = bias_and_hide(logits, m, n, sizes, slope, hidden, EDGE, P)
         new_best = tl.maximum(best, tl.max(logits, 1) * scale)
         safe = new_best
         if EDGE or P.masked:
@@ -193,35 +193,29 @@ def _flash_attention_kernel(
     block = tl.num_programs(1) - 1 - tl.program_id(1) if P.causal else tl.program_id(1)
     column = tl.program_id(2) * P.block_dv
     first = block * P.block_m
-    b = (head // P.heads).to(tl.int64)
-    h = (head % P.heads).to(tl.int64)
-    q = (q.data + b * q.batch + h * q.head, queries, q.row)
-    k = (k.data + b * k.batch + h // P.group * k.head, keys, k.row)
-    v = (v.data + b * v.batch + h // P.group * v.head, keys, v.row)
-    mask_head = b * mask.batch + h * mask.head
+    b, h, strips = head_strips(q, k, v, head, queries, keys, P)
+    hidden = (mask, b * mask.batch + h * mask.head, window)
     slope = 0.0
     if P.alibi:
         # logits are scaled after it
         slope = tl.load(slopes + h).to(tl.float32) / scale
     row0 = head.to(tl.int64) * queries
-    x = _queries(q, scales, first, P, ROUND_Q, DTYPE)
+    at = (first, column, row0)
+    x = _queries(strips[0], scales, first, P, ROUND_Q, DTYPE)
     sums = _nothing(sinks, h, P)
     scaling = (scale * LOG2E, slope)
     begin, full_begin, full_end, end = key_range(first, keys, window, P)
     if P.left:
         sums = _attend(
-            sums, x, q, k, v, mask, mask_head, begin, full_begin, first, column, row0,
-            scaling, window, drop, True, P, ROUND_V, DTYPE,
-        )  # fmt: skip
+            sums, x, strips, hidden, begin, full_begin, at, scaling, drop, True, P, ROUND_V, DTYPE
+        )
     sums = _attend(
-        sums, x, q, k, v, mask, mask_head, full_begin, full_end, first, column, row0,
-        scaling, window, drop, False, P, ROUND_V, DTYPE,
-    )  # fmt: skip
+        sums, x, strips, hidden, full_begin, full_end, at, scaling, drop, False, P, ROUND_V, DTYPE
+    )
     if P.causal or P.right or P.left or not P.even:
         sums = _attend(
-            sums, x, q, k, v, mask, mask_head, full_end, end, first, column, row0,
-            scaling, window, drop, True, P, ROUND_V, DTYPE,
-        )  # fmt: skip
+            sums, x, strips, hidden, full_end, end, at, scaling, drop, True, P, ROUND_V, DTYPE
+        )
     _store(result, scales, sums, row0, first, queries, column, drop.factor, P)
 
 
@@ -301,32 +295,24 @@ def flash_attention(
     batch, heads, queries, dim = q.shape
     keys, dim_v = v.shape[2:]
     dtype = product_dtype(q)
-    out = torch.empty(
-        (batch, heads, queries, dim_v),
-        dtype=dtype if out_scale is None else FP8,
-        device=q.device,
-    )
-    row_max, row_sum = (
-        torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device) for _ in "ml"
-    )
+    out = q.new_empty((*q.shape[:3], dim_v), dtype=dtype if out_scale is None else FP8)
+    row_max, row_sum = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     if row_max.numel() == 0:
         return out, row_max, row_sum
+    window = window_of(window_left, window_right, max(queries, keys))
     options = (mask, sinks, slopes, out_scale)
     plain = config is None and options == (None,) * 4 and not dropout_p
-    if plain and window_left == window_right == -1 and _for_hopper(q, k, v):
+    if plain and window == (-1, -1) and _for_hopper(q, k, v):
         # Gluon is experimental: another Triton may lack it
         from oss_fused.kernels.flash_attention.hopper import attend
 
         attend(q, k, v, out, row_max, row_sum, scale, causal)
         return out, row_max, row_sum
     tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None)
-    window = Window(window_left, window_right)
     columns = (head_block(dim), head_block(dim_v))
     shape = program(q, v, mask, slopes, causal, window, dropout_p, columns)
     _flash_attention_kernel[(batch * heads, cdiv(queries, tiles.block_m), head_tiles(dim_v))](
-        _operand(q),
-        _operand(k),
-        _operand(v),
+        *map(_operand, (q, k, v)),
         mask_rows(mask, heads),
         sinks,
         slopes,

@@ -24,29 +24,27 @@ from oss_fused.kernels.numerics import round_to
 def _dkv_part(
     sums,
     held,
-    q,
-    k,
-    v,
-    grad,
+    strips,
     rows,
-    mask,
-    mask_head,
+    hidden,
     begin,
     end,
-    first,
-    column,
-    row0,
+    at,
     scaling,
-    window,
     drop,
     EDGE: tl.constexpr,
     P,
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Adds dS' Q and P' dO over queries [begin, end); tiles are transposed, [keys, queries]."""
+    """Adds dS' Q and P' dO over queries [begin, end); tiles are transposed, [keys, queries].
+
+    ``at``: the first key of the tile, the first column of k and v, the head's first row of q.
+    """
     dk, dv = sums
     x, values = held
+    q, k, v, grad = strips
+    first, column, row0 = at
     log_sum, delta = rows
     scale, slope = scaling
     queries = q[1]
@@ -59,7 +57,7 @@ def _dkv_part(
         logits, q_tile = scores(
             x, k, first, q, start, P.dim, P.block_d, P.block_n, P.block_m, EDGE, DTYPE
         )
-        logits = bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE, P)
+        logits = bias_and_hide(logits, m, n, sizes, slope, hidden, EDGE, P)
         weights = tl.exp2(logits * scale - row_log[None, :])
         d_weights, do_tile = scores(
             values, v, first, grad, start, P.dim_v, P.block_dv, P.block_n, P.block_m, EDGE, DTYPE
@@ -81,12 +79,46 @@ def _dkv_part(
 
 
 @triton.jit
+def _dkv_of_head(
+    sums,
+    held,
+    strips,
+    rows,
+    hidden,
+    span,
+    at,
+    scaling,
+    drop,
+    P,
+    ROUND: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Adds what the queries of one head give; ``span`` is a ``query_range``."""
+    begin, full_begin, full_end, end = span
+    if P.causal or P.right:
+        sums = _dkv_part(
+            sums, held, strips, rows, hidden, begin, full_begin, at, scaling, drop, True,
+            P, ROUND, DTYPE,
+        )  # fmt: skip
+    sums = _dkv_part(
+        sums, held, strips, rows, hidden, full_begin, full_end, at, scaling, drop, False,
+        P, ROUND, DTYPE,
+    )  # fmt: skip
+    if P.left or not P.even:
+        sums = _dkv_part(
+            sums, held, strips, rows, hidden, full_end, end, at, scaling, drop, True,
+            P, ROUND, DTYPE,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
 def _store(base, acc, head, first, keys, column, DIM: tl.constexpr):
     n = first + tl.arange(0, acc.shape[0])
     cols = column + tl.arange(0, acc.shape[1])
     inside = (n < keys)[:, None] & (cols < DIM)[None, :]
-    place = (head.to(tl.int64) * keys + n)[:, None] * DIM + cols[None, :]
-    tl.store(base + place, round_to(acc, base.dtype.element_ty), mask=inside)
+    at = (head.to(tl.int64) * keys + n)[:, None] * DIM + cols[None, :]
+    tl.store(base + at, round_to(acc, base.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["window", "drop"])
@@ -123,31 +155,23 @@ def dkv_kernel(
     held = (x, values)
     acc_k = tl.zeros([P.block_n, P.block_d], tl.float32)
     acc_v = tl.zeros([P.block_n, P.block_dv], tl.float32)
-    begin, full_begin, full_end, end = query_range(first, (queries, keys), window, P)
+    sums = (acc_k, acc_v)
+    span = query_range(first, (queries, keys), window, P)
     for member in range(0, P.group):
         h = kv * P.group + member
         row0 = (b * P.heads + h) * queries
         q_head = (q.data + b * q.batch + h * q.head, queries, q.row)
-        grad_head = (grad + row0 * P.dim_v, queries, P.dim_v)
-        row_terms = (rows.log_sum + row0, rows.delta + row0)
-        mask_head = b * mask.batch + h * mask.head
+        strips = (q_head, k, v, (grad + row0 * P.dim_v, queries, P.dim_v))
+        terms = (rows.log_sum + row0, rows.delta + row0)
+        hidden = (mask, b * mask.batch + h * mask.head, window)
+        at = (first, column, row0)
         slope = 0.0
         if P.alibi:
             slope = tl.load(slopes + h).to(tl.float32) / scale
         scaling = (scale * LOG2E, slope)
-        if P.causal or P.right:
-            acc_k, acc_v = _dkv_part(
-                (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, begin,
-                full_begin, first, column, row0, scaling, window, drop, True, P, ROUND, DTYPE,
-            )  # fmt: skip
-        acc_k, acc_v = _dkv_part(
-            (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, full_begin,
-            full_end, first, column, row0, scaling, window, drop, False, P, ROUND, DTYPE,
-        )  # fmt: skip
-        if P.left or not P.even:
-            acc_k, acc_v = _dkv_part(
-                (acc_k, acc_v), held, q_head, k, v, grad_head, row_terms, mask, mask_head, full_end,
-                end, first, column, row0, scaling, window, drop, True, P, ROUND, DTYPE,
-            )  # fmt: skip
+        sums = _dkv_of_head(
+            sums, held, strips, terms, hidden, span, at, scaling, drop, P, ROUND, DTYPE
+        )
+    acc_k, acc_v = sums
     _store(dk, acc_k * scale, head, first, keys, column, P.dim)
     _store(dv, acc_v, head, first, keys, column, P.dim_v)

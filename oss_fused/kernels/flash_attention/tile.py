@@ -145,9 +145,26 @@ def scores(
 
 
 @triton.jit
-def bias_and_hide(logits, m, n, sizes, slope, mask, mask_head, window, EDGE: tl.constexpr, P):
-    """Logits less ``slope * |m - n|``, -inf where hidden; m and n broadcast to the tile."""
+def head_strips(q, k, v, head, queries, keys, P):
+    """A query head's entry of the batch and number, and its strips of q, k and v."""
+    b = (head // P.heads).to(tl.int64)
+    h = (head % P.heads).to(tl.int64)
+    strips = (
+        (q.data + b * q.batch + h * q.head, queries, q.row),
+        (k.data + b * k.batch + h // P.group * k.head, keys, k.row),
+        (v.data + b * v.batch + h // P.group * v.head, keys, v.row),
+    )
+    return b, h, strips
+
+
+@triton.jit
+def bias_and_hide(logits, m, n, sizes, slope, hidden, EDGE: tl.constexpr, P):
+    """Logits less ``slope * |m - n|``, -inf where hidden; m and n broadcast to the tile.
+
+    ``hidden``: the mask, where this head's begins, and the window.
+    """
     queries, keys = sizes
+    mask, mask_head, window = hidden
     if P.alibi:
         logits -= slope * tl.abs(m - n).to(tl.float32)
     if EDGE:
@@ -300,6 +317,11 @@ def mask_rows(mask: torch.Tensor | None, heads: int) -> Rows:
     if mask is None:
         return Rows(None, 0, 0, 0)
     return rows_of(mask.expand(-1, heads, -1, -1).view(torch.uint8))
+
+
+def window_of(left: int, right: int, rows: int) -> Window:
+    """The window as an argument. One over all ``rows`` is none: the kernels add in 32 bits."""
+    return Window(*(-1 if side >= rows else side for side in (left, right)))
 
 
 def dropout(p: float, seed: int) -> Dropout:
