@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 def version_of(folder: Path) -> str:
     """Release of the package in ``folder``, from the metadata beside it; "unknown" without."""
     found = [path.name for path in folder.parent.glob("vllm-*.dist-info")]
-    return found[0].split("-")[1].split("+")[0] if found else "unknown"
+    return found[0][5:].removesuffix(".dist-info").split("+")[0] if found else "unknown"
 
 
 def newest(folder: Path) -> Path | None:

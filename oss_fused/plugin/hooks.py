@@ -272,6 +272,7 @@ READ = {
         "async_scheduling max_num_batched_tokens max_num_seqs scheduler_cls"
     ),
     "vllm.envs:VLLM_BATCH_INVARIANT": "",
+    "vllm.envs:VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "",
     f"{_LAYERS}.activation:SiluAndMul": "",
     f"{_LAYERS}.attention:Attention": (
         "head_size head_size_v impl kv_cache_dtype kv_cache_torch_dtype "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +155,16 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
 
     Selects the scheduler of plugin/scheduler.py, and the CUDA graphs of plugin/step_graphs.py.
     """
+    from vllm import envs as vllm_envs
+
     from oss_fused.plugin.step_graphs import graph_sizes
 
     scheduler, graphs = vllm_config.scheduler_config, vllm_config.compilation_config
+    # vLLM's API server takes a step's outputs 128 at a time, and in between sends what it has. With
+    # more requests it so sends each token by itself, which takes longer than a step, and steps pile
+    # up. With all outputs of a step at once, tokens of steps that have piled up leave together
+    if scheduler.max_num_seqs > vllm_envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE:
+        os.environ.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", str(scheduler.max_num_seqs))
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size

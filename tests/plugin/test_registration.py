@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -227,6 +228,7 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     from vllm.platforms import current_platform
 
     counted = []
+    monkeypatch.delenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", raising=False)
     monkeypatch.setattr(burst_metrics, "count_bursts", lambda: counted.append(1))
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: changes.get("on_gpu", True))
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None}
@@ -247,6 +249,9 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     prepare_server(config)
     assert config.parallel_config.worker_cls == chosen
     assert bool(counted) == (chosen == WORKER and options.get("burst") != 1)
+    # an API server takes all outputs of a step at once
+    at_once = os.environ.get("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE")
+    assert at_once == ("256" if options.get("short_step", True) else None)
 
 
 @pytest.mark.parametrize("given", [None, 64])
@@ -333,3 +338,24 @@ def test_batch_invariance_of_other_quantisations_is_vllms(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     for asked in (None, "fp8", "mxfp4"):
         assert OssFp8Config.override_quantization_method({}, asked) is None
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "requests", "expected"),
+    [(None, 128, None), (None, 129, "129"), ("64", 200, "64"), ("512", 256, "512")],
+)
+def test_outputs_that_an_api_server_takes_at_once(set_by_user, requests, expected, monkeypatch):
+    name = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+    monkeypatch.delenv(name, raising=False)
+    if set_by_user:
+        monkeypatch.setenv(name, set_by_user)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=None, max_num_seqs=requests, max_num_batched_tokens=8192
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1], max_cudagraph_capture_size=None
+        ),
+    )
+    shorten_steps(config)
+    assert os.environ.get(name) == expected
