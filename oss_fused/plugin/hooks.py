@@ -377,5 +377,9 @@ READ = {
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
     ),
-    f"{_WORKER}.sample.sampler:Sampler": "compute_nans return_sampling_mask trace_replay_state",
+    f"{_WORKER}.sample.sampler:Sampler": (
+        "compute_nans needs_logits_processing return_sampling_mask sampling_states "
+        "trace_replay_state"
+    ),
+    f"{_WORKER}.sample.states:SamplingStates": "temperature",
 }

@@ -8,6 +8,7 @@ work whose result is not read, or known before:
 - attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before;
 - positions and counts of a batch in which every request takes one token;
+- three of the four launches that find the likeliest tokens of a greedy batch;
 - launching the head operator by operator (lm_head.py).
 
 The option short_step=false keeps vLLM's ModelState.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -28,10 +30,14 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.attention import MOST_QUERIES, OssAttentionImpl
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 
 logger = init_logger(__name__)
+
+_greedy_tokens = direct("greedy_tokens")
 
 
 class OssModelState(DefaultModelState):
@@ -81,7 +87,7 @@ class OssModelState(DefaultModelState):
         """Shorten vLLM's sampler; one of another class stays as it is."""
         if type(sampler) is Sampler:
             sampler.__class__ = OssSampler
-            sampler.counts = None
+            sampler.counts = sampler.arrivals = None
             sampler.max_num_reqs = self.max_num_reqs
 
     def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
@@ -109,6 +115,8 @@ class OssSampler(Sampler):
 
     # of sampled and of rejected tokens: ones and zeros [max_num_reqs]
     counts: tuple[torch.Tensor, torch.Tensor] | None
+    # scratch of greedy_tokens: zeros [max_num_reqs]
+    arrivals: torch.Tensor | None
     max_num_reqs: int
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
@@ -119,23 +127,35 @@ class OssSampler(Sampler):
             # not while the model loads: sleep at level 2 discards what is allocated then
             one = torch.ones(self.max_num_reqs, dtype=torch.int32, device=logits.device)
             self.counts = one, torch.zeros_like(one)
+            self.arrivals = torch.zeros_like(one)
         requests = input_batch.num_reqs
-        sampled, _ = self.sample(
-            logits,
-            input_batch.expanded_idx_mapping,
-            input_batch.idx_mapping,
-            input_batch.idx_mapping_np,
-            input_batch.positions[:requests],
-            input_batch.input_ids[:requests],
-            input_batch.expanded_local_pos,
-            input_batch.seq_lens_cpu_upper_bound.numpy(),
-        )
+        if self._is_greedy(input_batch):
+            sampled = _greedy_tokens(logits, self.arrivals)
+        else:
+            sampled, _ = self.sample(
+                logits,
+                input_batch.expanded_idx_mapping,
+                input_batch.idx_mapping,
+                input_batch.idx_mapping_np,
+                input_batch.positions[:requests],
+                input_batch.input_ids[:requests],
+                input_batch.expanded_local_pos,
+                input_batch.seq_lens_cpu_upper_bound.numpy(),
+            )
         return SamplerOutput(
             sampled_token_ids=sampled.view(-1, 1),
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=self.counts[0][:requests],
             num_rejected=self.counts[1][:requests],
+        )
+
+    def _is_greedy(self, batch: InputBatch) -> bool:
+        """Whether every request takes its likeliest token, and nothing changes its logits."""
+        rows = batch.idx_mapping_np
+        return not (
+            np.any(self.sampling_states.temperature.np[rows] != 0.0)
+            or np.any(self.needs_logits_processing[rows])
         )
 
     def _only_tokens(self, batch: InputBatch) -> bool:

@@ -87,7 +87,8 @@ def _sampler(monkeypatch, logprobs=None):
     sampler = OssSampler.__new__(OssSampler)
     sampler.compute_nans = sampler.return_sampling_mask = False
     sampler.trace_replay_state = None
-    sampler.max_num_reqs, sampler.counts = 4, None
+    sampler.max_num_reqs, sampler.counts, sampler.arrivals = 4, None, None
+    _set_states(sampler, [0.5, 1.0, 0.0, 0.0])
     seen = {}
 
     def sample(logits, *arguments):
@@ -100,11 +101,18 @@ def _sampler(monkeypatch, logprobs=None):
     return sampler, seen
 
 
+def _set_states(sampler, temperatures, processing=()):
+    temperature = SimpleNamespace(np=np.array(temperatures, dtype=np.float32))
+    sampler.sampling_states = SimpleNamespace(temperature=temperature)
+    sampler.needs_logits_processing = np.zeros(len(temperatures), dtype=bool)
+    sampler.needs_logits_processing[list(processing)] = True
+
+
 def _batch(**changes):
     fields = {
         "num_reqs": 2, "num_tokens": 2, "num_draft_tokens": 0, "has_prefill": False,
         "positions": torch.tensor([7, 9, 0]), "input_ids": torch.tensor([3, 4, 0]),
-        "idx_mapping": None, "idx_mapping_np": None, "expanded_idx_mapping": None,
+        "idx_mapping": None, "idx_mapping_np": np.array([0, 1]), "expanded_idx_mapping": None,
         "expanded_local_pos": None, "seq_lens_cpu_upper_bound": torch.from_numpy(np.ones(2)),
     }  # fmt: skip
     return SimpleNamespace(**(fields | changes))
@@ -125,13 +133,32 @@ def test_nothing_of_the_sampler_is_allocated_while_the_model_loads(monkeypatch):
     sampler = Sampler.__new__(Sampler)
     state.custom_sampler(sampler)
     assert type(sampler) is OssSampler
-    assert vars(sampler) == {"counts": None, "max_num_reqs": 4}
+    assert vars(sampler) == {"counts": None, "arrivals": None, "max_num_reqs": 4}
+    _set_states(sampler, [0.7, 0.7])
     sampler.compute_nans = sampler.return_sampling_mask = False
     sampler.trace_replay_state = None
     monkeypatch.setattr(sampler, "sample", lambda logits, *_: (logits.argmax(-1), logits))
     monkeypatch.setattr(sampler, "get_logprobs_dims", lambda _: None)
     output = sampler(torch.zeros(2, 2), _batch())
     assert output.num_sampled.tolist() == [1, 1] and output.num_rejected.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "processing", "operator"),
+    [
+        ([2, 3], (), True),
+        # a request that draws, and one whose logits a bias or a penalty changes
+        ([1, 2], (), False),
+        ([2, 3], (3,), False),
+    ],
+)
+def test_a_greedy_batch_takes_the_operator(rows, processing, operator, monkeypatch):
+    sampler, seen = _sampler(monkeypatch)
+    _set_states(sampler, [0.5, 1.0, 0.0, 0.0], processing)
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
+    output = sampler(logits, _batch(idx_mapping_np=np.array(rows)))
+    assert output.sampled_token_ids.tolist() == [[1], [0]]
+    assert bool(seen) is not operator
 
 
 @pytest.mark.parametrize(
