@@ -172,7 +172,9 @@ class BurstRunner(GPUModelRunner):
         """Compile ``advance_decode``, the sampler of greedy batches, and vLLM's update of its
         request states for K ids."""
         logits = torch.zeros(1, self.vocab_size, dtype=self.dtype, device=self.device)
-        torch.ops.oss_fused.greedy_tokens(logits, torch.zeros_like(logits[0, :1], dtype=torch.int32))
+        torch.ops.oss_fused.greedy_tokens(
+            logits, torch.zeros_like(logits[0, :1], dtype=torch.int32)
+        )
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         # Triton compiles once for numbers that 16 divides and once for the others
         for burst in (LONGEST_BURST - 1, LONGEST_BURST):
