@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
+from oss_fused.kernels.op import set_observer
 from oss_fused.plugin import burst_runner as module
 from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.burst_runner import BurstRunner, BurstWorker, StepTimer
@@ -276,14 +277,21 @@ def test_the_worker_takes_bursts_where_vllm_takes_its_second_runner(monkeypatch)
 def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
     device = Device(monkeypatch, CUDAGraphMode.FULL, 1)
     runner, updates, before = device.runner, [], device.runner.input_buffers
+    runner.vocab_size, runner.dtype = 50, torch.bfloat16
     before.query_start_loc = torch.zeros(5, dtype=torch.int32)
     state = [t.clone() for t in (before.input_ids, before.positions, before.seq_lens)]
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", lambda self, config: None)
     monkeypatch.setattr(runner, "postprocess_sampled", lambda *args: updates.append(args))
     asked = []
     monkeypatch.setattr(module, "use_whole_graphs", asked.append)
-    runner.initialize_kv_cache("cache")
+    launched = []
+    set_observer(lambda operation, args: launched.append((operation, args[0].dtype)))
+    try:
+        runner.initialize_kv_cache("cache")
+    finally:
+        set_observer(None)
     assert asked == [runner]
+    assert ("greedy_tokens", torch.bfloat16) in launched
     assert [ids.shape for _, ids, *_ in updates] == [(1, 15), (1, 16)]
     assert all(index.tolist() == [-1] for index, *_ in updates)
     assert all(map(torch.equal, state, (before.input_ids, before.positions, before.seq_lens)))
