@@ -87,7 +87,8 @@ class OssModelState(DefaultModelState):
         """Shorten vLLM's sampler; one of another class stays as it is."""
         if type(sampler) is Sampler:
             sampler.__class__ = OssSampler
-            sampler.counts = sampler.arrivals = None
+            sampler.counts = None
+            sampler.arrivals = None
             sampler.max_num_reqs = self.max_num_reqs
 
     def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
