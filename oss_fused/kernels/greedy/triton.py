@@ -2,7 +2,7 @@
 """``greedy_tokens`` in one launch.
 
 A program finds the largest value of some columns; the last one of a row to arrive compares those of
-all. An integer holds a value's order and, below it, its column, so that one maximum finds both.
+all. Their integers hold a value's order and, below it, its column: one maximum finds both.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ def _greedy_kernel(
     inside = column < columns
     loaded = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
     _, key = sort_keys(loaded)
-    # the lower column among equal values; what is not there below all
-    order = (key.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
-    order = tl.where(inside, order, -9223372036854775808)
-    tl.store(best + row * parts + part, tl.max(order, 0))
+    # what is not there lies below all
+    key = tl.where(inside, key, -2147483648)
+    largest = tl.max(key, 0)
+    # the lower column among equal values
+    first = tl.max(tl.where(key == largest, 0x7FFFFFFF - column, 0), 0)
+    tl.store(best + row * parts + part, (largest.to(tl.int64) << 32) | first.to(tl.int64))
     # the store comes before the arrival that announces it
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
