@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--serve-flags", type=shlex.split, default=[], metavar="FLAGS", help="as one word")
     add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    add("--after", type=positive, metavar="PID", help="measure when this process has ended")
     add("--output", type=Path, required=True, metavar="FILE", help="JSON of every run")
     add("--summary", type=Path, metavar="FILE", help="flat JSON to merge the figures into")
     add("--summary-prefix", metavar="NAME", default="served", help="of them (default: served)")

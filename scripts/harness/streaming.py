@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from harness import processes
 from harness.compare import CPU_ENVIRONMENT
 from harness.server import VLLM_SERVE, Server
 from oss_fused.environment import has_gpu
@@ -39,6 +40,7 @@ class Plan:
         serve_flags: further flags of `vllm serve`.
         startup_timeout: seconds until the server is healthy.
         seed: of the prompts.
+        after: process that must have ended before anything is measured; the server starts at once.
         serve_command: replaced in tests.
     """
 
@@ -50,6 +52,7 @@ class Plan:
     serve_flags: Sequence[str] = ()
     startup_timeout: float = 900.0
     seed: int = 0
+    after: int | None = None
     serve_command: Sequence[str] = VLLM_SERVE
 
 
@@ -100,9 +103,11 @@ def run(
         "m", plan.model, flags, log, environment, None, command, plan.startup_timeout
     ) as server:
         say(f"healthy after {server.wait_until_healthy():.0f} s")
+        if plan.after is not None:
+            processes.wait_for_end(plan.after)
         measured = measure(plan, server, vocabulary, say)
     settings = {**asdict(plan), "command": server.command}
-    del settings["serve_command"]
+    del settings["serve_command"], settings["after"]
     return {"settings": settings, **measured}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,7 +122,10 @@ def test_the_script_writes_its_figures(
         return int(stopped.value.code or 0)
 
     output, summary = tmp_path / "out.json", tmp_path / "summary.json"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     options = ["--requests", "2", "--lengths", "4:5", "--repeats", "1", "--output", str(output)]
+    options += ["--after", str(ended.pid)]
     merge = ["--summary", str(summary), "--summary-prefix", "served.x"]
     assert run(str(tmp_path), *options, *merge) == 0
     written = json.loads(output.read_text())
