@@ -15,7 +15,6 @@ from oss_fused.kernels.checks import (
     STRATEGIES,
     check_choice,
     check_dtype,
-    check_eps,
     check_product,
     check_same_device,
     check_scale,
@@ -201,8 +200,7 @@ def fused_rmsnorm_rope(
         UnsupportedDeviceError: tensors on different devices.
         SchemeError: ``eps`` is negative or not finite.
     """
-    check_eps(eps)
-    check_arguments("rmsnorm_rope", x, weight, cos, sin)
+    check_arguments("rmsnorm_rope", x, weight, cos, sin, eps)
     if autograd.needs_grad(x, weight):
         return autograd.RMSNormRoPE.apply(x, weight, cos, sin, eps)
     return _ops.rmsnorm_rope(x, weight, cos, sin, eps)

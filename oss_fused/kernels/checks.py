@@ -116,10 +116,10 @@ def check_device(device: str | torch.device) -> torch.device:
     return found
 
 
-def check_eps(eps: float) -> None:
+def check_eps(eps: float, name: str = "eps") -> None:
     """Raise SchemeError unless ``eps`` is a number that may be added to a mean square."""
     if not isinstance(eps, int | float) or not 0 <= eps < float("inf"):
-        raise SchemeError(f"eps={eps!r}: expected a finite number of at least 0")
+        raise SchemeError(f"{name}={eps!r}: expected a finite number of at least 0")
 
 
 def check_product(

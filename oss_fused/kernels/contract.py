@@ -20,7 +20,7 @@ from oss_fused.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from oss_fused.kernels.checks import check_dtype, check_on_device, shown
+from oss_fused.kernels.checks import check_dtype, check_eps, check_on_device, shown
 
 Dims = dict[str, Any]
 # what passed is forgotten beyond it: prompts have many lengths
@@ -180,6 +180,18 @@ class Between:
     def example(self, dims: Dims, generator: torch.Generator) -> Any:
         """The lower bound."""
         return self.low
+
+
+class Epsilon:
+    """What a norm adds to a mean square."""
+
+    def check(self, name: str, value: Any, dims: Dims, args: Mapping[str, Any]) -> None:
+        """Raise SchemeError unless ``value`` is a finite number of at least 0."""
+        check_eps(value, name)
+
+    def example(self, dims: Dims, generator: torch.Generator) -> Any:
+        """A usual one."""
+        return 1e-5
 
 
 def _metadata(value: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oss_fused.kernels  # noqa: F401
-from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.attention import triton as attention_decode
 from oss_fused.kernels.attention.launches import Launch, launch_for, tokens_per_program
 from oss_fused.kernels.op import get_kernel
@@ -252,6 +252,9 @@ def test_bad_input_names_the_argument(device):
         call(*args, *tail, query_starts=starts, max_query_len=4)
     with pytest.raises(ShapeMismatchError, match="key_cache"):
         call(args[0][:, :7], *args[1:5], args[5][:, :7], args[6], *tail)
+    for scale, window in ((0.0, 0), (float("nan"), 0), (0.125, -1), (0.125, 2**31)):
+        with pytest.raises(SchemeError, match=f"softmax_scale={scale}|window={window}"):
+            call(*args, scale, window, *tail[2:])
 
 
 @pytest.mark.gpu

@@ -124,6 +124,16 @@ def test_a_wrong_argument_is_named(name):
                 get_kernel("torch", name)(*changed)
 
 
+@pytest.mark.parametrize("name", OP_NAMES)
+def test_every_eps_is_a_number_that_a_norm_can_add(name):
+    contract = OPERATIONS[name].contract
+    for i, argument in enumerate(contract.names):
+        for value in (-1e-5, float("nan"), float("inf")) if argument.endswith("eps") else ():
+            args = (*contract.example()[:i], value, *contract.example()[i + 1 :])
+            with pytest.raises(SchemeError, match=f"^{argument}={value!r}: expected a finite"):
+                get_kernel("torch", name)(*args)
+
+
 def contract_of(function, rules, check=None, **example):
     return Contract(inspect.signature(function).parameters, rules, check, example)
 

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import torch
 
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.attention import reference
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, HALF_DTYPES
-from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.contract import Between, Operand, Scale
 from oss_fused.kernels.op import declare
 
 
@@ -45,7 +45,10 @@ def _check(
     arrivals: torch.Tensor,
     query_starts: torch.Tensor | None,
     max_query_len: int,
+    softmax_scale: float,
 ) -> None:
+    if not 0 < softmax_scale < float("inf"):
+        raise SchemeError(f"softmax_scale={softmax_scale!r}: expected a finite number above 0")
     rows, q_heads, _ = query.shape
     kv_heads = key_cache.shape[2]
     if q_heads % max(1, kv_heads):
@@ -78,6 +81,7 @@ declare(
         "block_table": Operand("sequences max_pages", torch.int32, contiguous=True),
         "seq_lens": Operand("lengths", torch.int32),
         "arrivals": Operand("...", torch.int32),
+        "window": Between(0, 2**31 - 1),
         "query_starts": Operand("starts", torch.int32, contiguous=True),
         "sinks": Operand("Hq", *FLOAT_DTYPES),
         "q_scale": Scale(),

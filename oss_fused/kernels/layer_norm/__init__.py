@@ -22,7 +22,7 @@ import torch
 
 from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES
-from oss_fused.kernels.contract import OneOf, Operand
+from oss_fused.kernels.contract import Epsilon, OneOf, Operand, Rule
 from oss_fused.kernels.layer_norm import reference
 from oss_fused.kernels.op import declare
 
@@ -38,10 +38,11 @@ def _check_dropout(x: torch.Tensor, p: float) -> None:
         raise SchemeError(f"p={p!r}: expected a probability in [0, 1)")
 
 
-_ROW = {
+_ROW: dict[str, Rule] = {
     "x": Operand("... H", *FLOAT_DTYPES),
     "weight": Operand("H", *FLOAT_DTYPES),
     "bias": Operand("H", *FLOAT_DTYPES),
+    "eps": Epsilon(),
 }
 _METHOD = OneOf("two_pass", "welford")
 

@@ -74,7 +74,7 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_shape
-from oss_fused.kernels.contract import Between, OneOf, Operand, Rule, Scale
+from oss_fused.kernels.contract import Between, Epsilon, OneOf, Operand, Rule, Scale
 from oss_fused.kernels.moe import mxfp4, reference
 from oss_fused.kernels.moe.config import SHARED_ROWS
 from oss_fused.kernels.moe.mxfp4 import BLOCK, CHUNK, ROW_GROUP
@@ -224,6 +224,7 @@ declare(
         "weight": Operand("H", *FLOAT_DTYPES),
         "gate": Operand("G H", like="x"),
         "gate_bias": Operand("G", like="x"),
+        "eps": Epsilon(),
     },
     {"triton": "router_norm"},
     example={"T": 3, "H": 64, "G": 8, "eps": 1e-5},
@@ -267,7 +268,9 @@ declare(
         "gate_bias": Operand("E", like="x"),
         **{name: _LAYER[name] for name in ("w13_bias", "w2_bias")},
         **_MXFP4,
+        "eps": Epsilon(),
         "next_weight": Operand("H", *FLOAT_DTYPES),
+        "next_eps": Epsilon(),
         "next_scale": Scale(),
         "arrivals": Operand("...", torch.int32),
     },

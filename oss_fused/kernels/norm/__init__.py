@@ -11,7 +11,7 @@ With ``write_normed=False`` the normed rows are not written and ``normed`` is em
 from __future__ import annotations
 
 from oss_fused.kernels.checks import FLOAT_DTYPES
-from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.contract import Epsilon, Operand, Scale
 from oss_fused.kernels.norm import reference
 from oss_fused.kernels.op import declare
 
@@ -21,6 +21,7 @@ declare(
         "x": Operand("... H", *FLOAT_DTYPES),
         "residual": Operand("... H", like="x"),
         "weight": Operand("H", *FLOAT_DTYPES),
+        "eps": Epsilon(),
         "scale": Scale(),
     },
     {"triton": "triton", "cuda": "cuda", "cpu": "cpu"},

@@ -23,7 +23,7 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, INT_DTYPES
-from oss_fused.kernels.contract import Operand, Scale
+from oss_fused.kernels.contract import Epsilon, Operand, Rule, Scale
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.rope import reference
 
@@ -68,7 +68,7 @@ def check_rotary(cos_sin_cache: torch.Tensor, key_cache: torch.Tensor) -> None:
 
 
 # of rope_kv and of the projection that ends in it
-CACHE_RULES = {
+CACHE_RULES: dict[str, Rule] = {
     "positions": Operand("T", *INT_DTYPES),
     "cos_sin_cache": Operand("P R", *FLOAT_DTYPES, contiguous=True),
     "key_cache": Operand("B S Hkv D", FP8, *FLOAT_DTYPES, contiguous=True),
@@ -79,6 +79,7 @@ CACHE_RULES = {
     "q_norm": Operand("D", *FLOAT_DTYPES),
     "k_norm": Operand("D", *FLOAT_DTYPES),
     "q_scale": Scale(),
+    "eps": Epsilon(),
 }
 
 
@@ -124,6 +125,7 @@ declare(
         "weight": Operand("H", *FLOAT_DTYPES),
         "cos": Operand("S D", *FLOAT_DTYPES),
         "sin": Operand("S D", *FLOAT_DTYPES),
+        "eps": Epsilon(),
     },
     {"triton": "rmsnorm_rope", "cuda": "cuda", "tilelang": "tilelang", "nvcc": "nvcc"},
     check=_check_head_dim,
@@ -137,6 +139,7 @@ declare(
         "weight": Operand("H", *FLOAT_DTYPES, torch.float64),
         "cos": Operand("S D", *FLOAT_DTYPES, torch.float64),
         "sin": Operand("S D", *FLOAT_DTYPES, torch.float64),
+        "eps": Epsilon(),
     },
     {"triton": "rmsnorm_rope_backward"},
     check=_check_head_dim,
