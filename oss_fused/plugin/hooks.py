@@ -318,6 +318,7 @@ READ = {
     f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
     f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
+    f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",
@@ -335,7 +336,9 @@ READ = {
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
         "rswa_prefix_lens seq_lens"
     ),
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": "max_cudagraph_size",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
+        "aot_schedule max_cudagraph_size"
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
@@ -365,6 +368,7 @@ READ = {
     "vllm.v1.outputs:AsyncModelRunnerOutput": "get_output",
     "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner",
+    "vllm.v1.worker.utils:AttentionGroup": "get_metadata_builder kernel_block_size",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
         "_candidates _capture_descs cudagraph_mode graphs max_num_reqs pool vllm_config"
@@ -382,4 +386,8 @@ READ = {
         "trace_replay_state"
     ),
     f"{_WORKER}.sample.states:SamplingStates": "temperature",
+    f"{_WORKER}.spec_decode.speculator:DraftModelSpeculator": (
+        "acceptance_estimator draft_logits model use_local_argmax_reduction"
+    ),
+    f"{_WORKER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator": "",
 }

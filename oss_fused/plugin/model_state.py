@@ -6,7 +6,8 @@ one. In vLLM's model runner V2 a model can bring its own ``ModelState``. ``OssMo
 work whose result is not read, or known before:
 
 - attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
-  lengths and slots, which the runner has written to their buffers before;
+  lengths and slots, which the runner has written to their buffers before. An EAGLE draft model
+  gets it where it asks for it: its own graphs do not;
 - positions and counts of a batch in which every request takes one token;
 - three of the four launches that find the likeliest tokens of a greedy batch;
 - launching the head operator by operator (lm_head.py).
@@ -16,6 +17,8 @@ The option short_step=false keeps vLLM's ModelState.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,9 +38,26 @@ from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.attention import MOST_QUERIES, OssAttentionImpl
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 
+# drafts whose model takes a step's metadata for its first pass alone
+EAGLE = ("eagle", "eagle3")
+
 logger = init_logger(__name__)
 
 _greedy_tokens = direct("greedy_tokens")
+
+
+class LazyMetadata(dict[str, Any]):
+    """Attention metadata by layer, made when a layer first asks for its own."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        """``make`` gives all of it."""
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, layer: str) -> Any:
+        """The metadata of ``layer``, which asks first."""
+        self.update(self._make())
+        return self.get(layer)
 
 
 class OssModelState(DefaultModelState):
@@ -45,6 +65,7 @@ class OssModelState(DefaultModelState):
 
     Attributes:
         metadata_is_read: something besides decode attention reads a decode step's metadata.
+        draft_may_ask: only an EAGLE draft model may, where it runs without a graph.
         decodes: a graph that is replayed holds decode steps only.
     """
 
@@ -54,15 +75,17 @@ class OssModelState(DefaultModelState):
         """As DefaultModelState."""
         super().__init__(vllm_config, *args)
         model, drafts = vllm_config.model_config, vllm_config.speculative_config
+        eagle = drafts is not None and drafts.method in EAGLE
         self.metadata_is_read = (
             # a connector or a draft model reads the metadata of every step
             vllm_config.kv_transfer_config is not None
-            or (drafts is not None and not drafts.use_ngram())
+            or (drafts is not None and not drafts.use_ngram() and not eagle)
             # decode steps that OssAttentionImpl leaves to FlashAttention, which plans each step
             or (drafts is not None and drafts.num_speculative_tokens >= MOST_QUERIES)
             or model.rswa_window is not None
             or model.is_mm_prefix_lm
         )
+        self.draft_may_ask = eagle
         if drafts is not None:
             logger.info_once(
                 "oss_fused: a step that verifies drafts samples as in vLLM%s",
@@ -79,9 +102,13 @@ class OssModelState(DefaultModelState):
         # graphs of mixed batches run FlashAttention
         mode = self.vllm_config.compilation_config.cudagraph_mode
         decodes = self.decodes and mode.mixed_mode() != CUDAGraphMode.FULL
-        if replayed and decodes and not self.metadata_is_read:
+        make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)
+        if not replayed or not decodes or self.metadata_is_read:
+            return make()
+        if not self.draft_may_ask:
             return {}
-        return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
+        written = any(_writes_metadata(group) for groups in args[2] for group in groups)
+        return make() if written else LazyMetadata(make)
 
     def custom_sampler(self, sampler: Any) -> None:
         """Shorten vLLM's sampler; one of another class stays as it is."""
@@ -170,6 +197,16 @@ class OssSampler(Sampler):
             and self.trace_replay_state is None
             and self.get_logprobs_dims(batch.idx_mapping_np) is None
         )
+
+
+def _writes_metadata(group: Any) -> bool:
+    """Whether a step's metadata of ``group``, an AttentionGroup, fills memory that graphs read.
+
+    FlashAttention plans steps, but not where layers have different windows; a block table is
+    rewritten where the kernel takes smaller blocks than the cache has.
+    """
+    planned = getattr(group.get_metadata_builder(0), "aot_schedule", True)
+    return bool(planned) or group.kernel_block_size is not None
 
 
 def brings_state(model: torch.nn.Module) -> bool:

@@ -168,10 +168,14 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
-    # with drafts vLLM adds sizes of its own, unless the largest one is given
-    if chosen == (None, None) and vllm_config.speculative_config is None:
+    drafts = vllm_config.speculative_config
+    # the number of drafts may depend on the batch: vLLM has a set of sizes for each
+    changing = drafts is not None and drafts.uses_dynamic_speculative_decoding()
+    if chosen == (None, None) and not changing:
         graphs.cudagraph_capture_sizes = graph_sizes(
-            scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            1 if drafts is None else 1 + drafts.num_speculative_tokens,
         )
 
 

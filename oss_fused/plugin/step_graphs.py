@@ -30,18 +30,24 @@ WHOLE_TOKENS = 1024
 # batch runs FlashAttention, which takes any mix of prompts and decoding sequences
 LEAST_TOKENS = 16
 
+# methods of speculative decoding
+DRAFTS = ("ngram", "ngram_gpu", "eagle", "eagle3")
+
 logger = init_logger(f"vllm.{__name__}")
 
 
-def graph_sizes(most_tokens: int, most_requests: int) -> list[int]:
+def graph_sizes(most_tokens: int, most_requests: int, queries: int = 1) -> list[int]:
     """Tokens of the steps to record, ascending, for steps of up to ``most_tokens``.
 
-    Decode steps: vLLM's own sizes up to ``most_requests``. Steps with prompts: multiples of 16, and
-    above 256 of a sixteenth of the next power of two, so that padding adds at most an eighth.
+    Decode steps: vLLM's own numbers of requests up to ``most_requests``, with one token for each (a
+    draft model's steps with drafts), and with ``queries`` (steps that verify drafts). Steps with
+    prompts: multiples of 16, and above 256 of a sixteenth of the next power of two, so that padding
+    adds at most an eighth.
     """
     decode = {1, 2, 4, *range(8, 257, 8), *range(272, WHOLE_TOKENS + 1, 16), most_requests}
     largest = min(GRAPH_TOKENS, most_tokens)
-    sizes = {size for size in decode if size <= most_requests}
+    requests = {number for number in decode if number <= most_requests}
+    sizes = requests | {number * queries for number in requests}
     sizes.update(
         size for size in range(LEAST_TOKENS, largest + 1, 16) if size % _spacing(size) == 0
     )
@@ -60,11 +66,13 @@ def use_whole_graphs(runner: GPUModelRunner) -> None:
         return
     manager: Any = runner.cudagraph_manager
     record_whole(manager)
+    # steps that verify drafts may be larger than WHOLE_TOKENS
+    sizes = [each.num_tokens for each in manager._capture_descs.get(CUDAGraphMode.FULL, ())]
     for groups in runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:
                 # up to this size FlashAttention gets memory for 32 splits: 2 GiB at GRAPH_TOKENS
-                builder.max_cudagraph_size = WHOLE_TOKENS
+                builder.max_cudagraph_size = max(sizes, default=0)
 
 
 def why_pieces(runner: GPUModelRunner) -> str | None:
@@ -76,13 +84,18 @@ def why_pieces(runner: GPUModelRunner) -> str | None:
 
     config: Any = runner.vllm_config
     parallel, manager = config.parallel_config, runner.cudagraph_manager
+    drafts = config.speculative_config
     reasons = {
         "the model state is vLLM's": type(runner.model_state) is not OssModelState,
         "cudagraph_mode is not FULL_AND_PIECEWISE": (
             manager is None or manager.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE
         ),
         "LoRA": config.lora_config is not None,
-        "drafts": config.speculative_config is not None,
+        # they take a step's tables, lengths and hidden states with padding
+        "drafts other than n-grams and EAGLE": (
+            drafts is not None
+            and (drafts.method not in DRAFTS or drafts.enable_adaptive_verification)
+        ),
         "a KV connector": config.kv_transfer_config is not None,
         "data parallelism": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

@@ -46,15 +46,53 @@ def test_metadata_of_a_graph_with_prompts(monkeypatch):
 def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, left_out, monkeypatch):
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: {"layer": 1})
     state = OssModelState.__new__(OssModelState)
-    state.metadata_is_read = read
+    state.metadata_is_read, state.draft_may_ask = read, False
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[configured])
     state.vllm_config = SimpleNamespace(compilation_config=compilation)
     got = state.prepare_attn(None, CUDAGraphMode[mode], (), for_capture=for_capture)
     assert got == ({} if left_out else {"layer": 1})
 
 
-def drafts(number, ngram=True):
-    return SimpleNamespace(num_speculative_tokens=number, use_ngram=lambda: ngram)
+class Made:
+    """Counts how often metadata is made."""
+
+    def __init__(self, monkeypatch):
+        self.times = 0
+        monkeypatch.setattr(DefaultModelState, "prepare_attn", self.make)
+
+    def make(self, *_, **__):
+        self.times += 1
+        return {"layer": 1, "draft": 2}
+
+
+@pytest.mark.parametrize(
+    ("planned", "block"), [((False, False), None), ((False, True), None), ((False, False), 16)]
+)
+def test_an_eagle_model_may_ask_for_metadata(planned, block, monkeypatch):
+    made = Made(monkeypatch)
+    state = OssModelState.__new__(OssModelState)
+    state.metadata_is_read, state.draft_may_ask = False, True
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    state.vllm_config = SimpleNamespace(compilation_config=compilation)
+    builders = [SimpleNamespace(aot_schedule=plan) for plan in planned]
+    groups = [
+        [SimpleNamespace(get_metadata_builder=lambda _, b=b: b, kernel_block_size=block)]
+        for b in builders
+    ]
+    found = state.prepare_attn(None, CUDAGraphMode.FULL, "tables", "slots", groups, "cache")
+    # the draft's graph reads a plan, and a table of smaller blocks, that are made for every step
+    assert made.times == (any(planned) or block is not None)
+    assert found["draft"] == 2 and found["layer"] == 1 and made.times == 1
+    # graphs that are recorded, and steps without one
+    state.prepare_attn(None, CUDAGraphMode.FULL, *range(4), for_capture=True)
+    state.prepare_attn(None, CUDAGraphMode.PIECEWISE, *range(4))
+    assert made.times == 3
+
+
+def drafts(number, method="ngram"):
+    return SimpleNamespace(
+        num_speculative_tokens=number, method=method, use_ngram=lambda: method == "ngram"
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +100,10 @@ def drafts(number, ngram=True):
     [
         ({}, False),
         ({"kv_transfer_config": 1}, True),
-        ({"speculative_config": drafts(1, ngram=False)}, True),
+        ({"speculative_config": drafts(1, "dflash")}, True),
+        # asks for it where it reads it
+        ({"speculative_config": drafts(1, "eagle3")}, False),
+        ({"speculative_config": drafts(8, "eagle3")}, True),
         # nothing reads it: drafts are looked up in the text
         ({"speculative_config": drafts(7)}, False),
         # more query tokens than the native kernel takes: FlashAttention plans each step
@@ -80,7 +121,9 @@ def test_who_reads_metadata(changes, read, monkeypatch):
         "is_mm_prefix_lm": False,
     } | changes
     config = SimpleNamespace(model_config=SimpleNamespace(**fields), **fields)
-    assert OssModelState(config).metadata_is_read is read
+    state = OssModelState(config)
+    assert state.metadata_is_read is read
+    assert state.draft_may_ask is (getattr(fields["speculative_config"], "method", "") == "eagle3")
 
 
 def _sampler(monkeypatch, logprobs=None):

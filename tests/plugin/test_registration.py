@@ -254,6 +254,12 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     assert at_once == ("256" if options.get("short_step", True) else None)
 
 
+def _drafts(number, changing):
+    return SimpleNamespace(
+        num_speculative_tokens=number, uses_dynamic_speculative_decoding=lambda: changing
+    )
+
+
 @pytest.mark.parametrize("given", [None, 64])
 def test_graphs_of_gpt_oss(given):
     # vLLM's own settings of gpt-oss end them at 1024 tokens where nobody chose
@@ -281,7 +287,8 @@ def test_graphs_of_gpt_oss(given):
         ({"max_num_batched_tokens": 300}, {}, 300),
         ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
-        ({"speculative_config": object()}, {}, None),
+        ({"drafts": (3, False)}, {}, 4096),
+        ({"drafts": (3, True)}, {}, None),
         ({"quantization": "fp8"}, {}, None),
         ({"options": {"short_step": False}}, {}, None),
         ({"runner_type": "draft"}, {}, None),
@@ -292,12 +299,14 @@ def test_graphs_of_gpt_oss(given):
         "the user's",
         "the user's sizes",
         "with drafts",
+        "with a changing number of drafts",
         "not ours",
         "switched off",
         "a draft",
     ],
 )
 def test_graphs_of_larger_steps(changes, graphs, largest):
+    drafts = changes.get("drafts")
     sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
     config = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -312,12 +321,13 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
         ),
         compilation_config=SimpleNamespace(**sizes),
         parallel_config=SimpleNamespace(worker_cls="my.Worker"),
-        speculative_config=changes.get("speculative_config"),
+        speculative_config=drafts and _drafts(*drafts),
     )
     prepare_server(config)
     chosen = config.compilation_config.cudagraph_capture_sizes
+    queries = 1 if drafts is None else 1 + drafts[0]
     assert chosen == (
-        graph_sizes(largest, 256) if largest else graphs.get("cudagraph_capture_sizes")
+        graph_sizes(largest, 256, queries) if largest else graphs.get("cudagraph_capture_sizes")
     )
     assert config.compilation_config.max_cudagraph_capture_size == graphs.get(
         "max_cudagraph_capture_size"

@@ -11,9 +11,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+from oss_fused.layers.vllm.attention import MOST_QUERIES
 from oss_fused.plugin.model_state import OssModelState
 from oss_fused.plugin.step_graphs import (
     GRAPH_TOKENS,
+    LEAST_TOKENS,
     WHOLE_TOKENS,
     graph_sizes,
     record_whole,
@@ -36,11 +38,24 @@ def test_sizes_of_graphs(tokens, requests):
         assert padded - step < max(16, step // 8 + 1)
 
 
+@pytest.mark.parametrize("queries", [2, 4, 8, 9])
+def test_sizes_with_drafts(queries):
+    sizes = graph_sizes(8192, 256, queries)
+    assert set(graph_sizes(8192, 256)) <= set(sizes) and sizes[-1] == GRAPH_TOKENS
+    for requests in (1, 2, 3, 8, 31, 100, 256):
+        # steps that verify drafts, and the draft model's own
+        for tokens in (queries, 1):
+            manager = _manager(sizes, 256, queries=tokens)
+            desc = _replayed(manager, requests, requests * tokens, tokens)
+            assert desc.cg_mode == FULL and desc.num_reqs - requests < max(8, requests // 8)
+
+
 def test_few_sizes():
+    assert len(graph_sizes(8192, 256, 4)) < 100 and len(graph_sizes(8192, 256, 8)) < 100
     assert len(graph_sizes(8192, 1024)) < 110 and len(graph_sizes(8192, 256)) < 75
 
 
-def _manager(sizes, requests=64, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
+def _manager(sizes, requests=64, mode=CUDAGraphMode.FULL_AND_PIECEWISE, queries=1):
     """A manager as vLLM makes it, of which everything is recorded."""
     manager = CudaGraphManager.__new__(CudaGraphManager)
     manager.compilation_config = SimpleNamespace(
@@ -49,7 +64,7 @@ def _manager(sizes, requests=64, mode=CUDAGraphMode.FULL_AND_PIECEWISE):
     manager.vllm_config = SimpleNamespace(
         speculative_config=None, cache_config=SimpleNamespace(use_kda_recoverssm=False)
     )
-    manager.cudagraph_mode, manager.max_num_reqs, manager.decode_query_len = mode, requests, 1
+    manager.cudagraph_mode, manager.max_num_reqs, manager.decode_query_len = mode, requests, queries
     manager.lora_capture_cases, manager._lora_dispatch_map = [0], {}
     manager.varlen_decode, manager.ubatch_runner = False, None
     manager._candidates, manager._capture_descs = {}, {}
@@ -78,13 +93,36 @@ def test_a_step_with_prompts_is_one_graph():
     assert _replayed(manager, 1, GRAPH_TOKENS + 1).cg_mode == CUDAGraphMode.NONE
 
 
+# 1 token, or one and 3, 7 or 8 drafts; 9 is no divisor of the sizes
+@pytest.mark.parametrize("queries", [1, 4, 8, 9])
 @pytest.mark.parametrize("requests", [1, 3, 33, 64])
-def test_a_decode_step_keeps_its_graph(requests):
-    manager = _manager(graph_sizes(8192, 64))
-    before = _replayed(manager, requests, requests, 1)
+def test_a_decode_step_keeps_its_graph(requests, queries):
+    manager = _manager(graph_sizes(8192, 64), queries=queries)
+    before = _replayed(manager, requests, requests * queries, queries)
     record_whole(manager)
-    assert _replayed(manager, requests, requests, 1) == before
-    assert before.uniform_token_count == 1 and before.cg_mode == FULL
+    assert _replayed(manager, requests, requests * queries, queries) == before
+    assert before.uniform_token_count == queries and before.cg_mode == FULL
+
+
+@pytest.mark.parametrize("queries", [4, 8, 9])
+def test_a_step_with_prompts_and_drafts_is_one_graph(queries):
+    manager = _manager(graph_sizes(8192, 64), queries=queries)
+    record_whole(manager)
+    # 20 tokens of a prompt beside 0, 3 and 40 sequences; drafts of one sequence only
+    steps = [(1 + n, 20 + n * queries) for n in (0, 3, 40)] + [(2, 1 + queries)]
+    for requests, tokens in steps:
+        desc = _replayed(manager, requests, tokens)
+        assert desc.cg_mode == FULL and desc.uniform_token_count is None
+        # more tokens of one sequence than decode attention takes: it is recorded as FlashAttention
+        assert desc.num_tokens >= LEAST_TOKENS > MOST_QUERIES and desc.num_reqs >= requests
+
+
+def test_graphs_that_verify_drafts_get_memory_for_splits():
+    manager = _manager(graph_sizes(8192, 512), 512, queries=4)
+    runner = _runner(drafts=_drafts("eagle3"), manager=manager)
+    use_whole_graphs(runner)
+    sizes = [each.num_tokens for each in manager._capture_descs[FULL]]
+    assert max(sizes) == 2048 == runner.builder.max_cudagraph_size
 
 
 def test_the_largest_graph_is_recorded_first_and_each_once():
@@ -115,6 +153,10 @@ def test_sizes_of_the_users(sizes):
         assert desc.cg_mode == (FULL if whole else PIECES)
 
 
+def _drafts(method, adaptive=False):
+    return SimpleNamespace(method=method, enable_adaptive_verification=adaptive)
+
+
 def _runner(**changes):
     def has(name, value):
         return changes.get(name, value)
@@ -143,6 +185,7 @@ def _runner(**changes):
     )
     mode = has("mode", CUDAGraphMode.FULL_AND_PIECEWISE)
     manager = None if mode is None else _manager(graph_sizes(8192, 64), mode=mode)
+    manager = changes.get("manager", manager)
     state = has("state", OssModelState)
     return SimpleNamespace(
         vllm_config=config,
@@ -153,8 +196,9 @@ def _runner(**changes):
     )
 
 
-def test_whole_graphs_are_used():
-    runner = _runner()
+@pytest.mark.parametrize("method", [None, "ngram", "eagle", "eagle3"])
+def test_whole_graphs_are_used(method):
+    runner = _runner(drafts=method and _drafts(method))
     assert why_pieces(runner) is None
     use_whole_graphs(runner)
     assert _replayed(runner.cudagraph_manager, 1, 100).cg_mode == FULL
@@ -165,7 +209,9 @@ def test_whole_graphs_are_used():
     ("changes", "reason"),
     [
         ({"lora": 1}, "LoRA"),
-        ({"drafts": 1}, "drafts"),
+        ({"drafts": _drafts("dflash")}, "drafts other than"),
+        ({"drafts": _drafts("mtp")}, "drafts other than"),
+        ({"drafts": _drafts("eagle3", adaptive=True)}, "drafts other than"),
         ({"connector": 1}, "a KV connector"),
         ({"dp": 2}, "data parallelism"),
         ({"pp": 2}, "pipeline parallelism"),

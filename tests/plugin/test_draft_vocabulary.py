@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Greedy drafts are picked from the draft model's own vocabulary, and stay the same drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+from oss_fused.plugin.drafts import pick_from_own_vocabulary
+
+HIDDEN, KNOWN, ALL = 8, 5, 12
+
+
+def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, **changes):
+    """A speculator of an EAGLE-3 head that knows ``known`` of the target's tokens."""
+    generator = torch.Generator().manual_seed(0)
+    model = Eagle3LlamaForCausalLM.__new__(Eagle3LlamaForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(vocab_size=ALL, draft_vocab_size=known)
+    weight = torch.randn(known, HIDDEN, generator=generator)
+    model.lm_head = torch.nn.Identity()
+    model.lm_head.tp_size = 1
+    model.lm_head.shard_indices = SimpleNamespace(num_org_vocab_padding=0, org_vocab_start_index=0)
+    model.lm_head.quant_method = SimpleNamespace(apply=lambda _, x, bias=None: x @ weight.T)
+    processor = model.logits_processor = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.scale, processor.soft_cap, processor.head_dtype = scale, None, None
+    processor.logits_as_input, processor.org_vocab_size = False, known
+    ids = torch.tensor([1, 4, 5, 9, 11])
+    offsets = ids - torch.arange(KNOWN) if known < ALL else None
+    model.draft_id_to_target_id = offsets
+    speculator = kind.__new__(kind)
+    speculator.model, speculator.use_local_argmax_reduction = model, False
+    speculator.draft_logits = changes.get("logits")
+    speculator.acceptance_estimator = changes.get("estimator")
+    return speculator
+
+
+def _drafts(speculator):
+    hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
+    none = [None] * 5
+    return speculator.sample_draft(hidden, *none, speculator.draft_logits)
+
+
+def test_the_same_drafts(monkeypatch):
+    speculator = _speculator()
+    before = _drafts(speculator)
+    pick_from_own_vocabulary(speculator)
+    assert speculator.use_local_argmax_reduction
+    monkeypatch.setattr(Eagle3LlamaForCausalLM, "compute_logits", None)
+    assert torch.equal(_drafts(speculator), before)
+    assert len(before.unique()) > 1 and set(before.tolist()) <= {1, 4, 5, 9, 11}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": NgramGPUSpeculator},
+        # as many tokens as the target
+        {"known": ALL},
+        {"scale": -1.0},
+        # sampled drafts, and predicted acceptance, need all logits
+        {"logits": torch.zeros(1)},
+        {"estimator": object()},
+    ],
+)
+def test_all_logits_where_they_are_needed(changes):
+    speculator = _speculator(**changes)
+    pick_from_own_vocabulary(speculator)
+    assert not speculator.use_local_argmax_reduction
+
+
+def test_no_drafts():
+    pick_from_own_vocabulary(None)
