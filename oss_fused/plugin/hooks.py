@@ -76,6 +76,9 @@ CALLED = {
     f"{_MODELS}.gpt_oss:GptOssForCausalLM": "vllm_config=0, prefix=0",
     f"{_MODELS}.gpt_oss:GptOssForCausalLM.load_weights": "weights",
     f"{_MODELS}.gpt_oss:GptOssModel._try_load_streamed_expert": "name, weight, params, loaded",
+    f"{_MODELS}.interfaces:EagleModelMixin._maybe_add_hidden_state": (
+        "aux_hidden_states, layer_idx, hidden_states, residual"
+    ),
     f"{_MODELS}.llama:LlamaForCausalLM": "vllm_config=0, prefix=0",
     f"{_MODELS}.mistral:MistralForCausalLM": "vllm_config=0, prefix=0",
     f"{_MODELS}.qwen2:Qwen2ForCausalLM": "vllm_config=0, prefix=0",
@@ -181,6 +184,9 @@ OVERRIDDEN = {
         "compute_logits load_weights"
     ),
     (f"{_MODELS}.gpt_oss:GptOssModel", f"{_PLUGIN}.models:OssGptOssModel"): "load_weights",
+    (f"{_MODELS}.interfaces:EagleModelMixin", f"{_PLUGIN}.models:OssGptOssModel"): (
+        "_maybe_add_hidden_state"
+    ),
     (f"{_MODELS}.gpt_oss:OAIAttention", f"{_OSS}.rope_attention:OssOAIAttention"): "forward",
     (f"{_MODELS}.gpt_oss:TransformerBlock", f"{_OSS}.decoder:OssTransformerBlock"): "forward",
     (f"{_MODELS}.llama:LlamaAttention", f"{_OSS}.rope_attention:OssLlamaAttention"): "forward",
@@ -318,6 +324,7 @@ READ = {
     f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
     f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
+    f"{_MODELS}.interfaces:EagleModelMixin": "aux_hidden_state_layers",
     f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:set_forward_context": "",

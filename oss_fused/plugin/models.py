@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import (
@@ -219,6 +220,27 @@ class OssGptOssModel(GptOssModel):
             if name:
                 loaded.add(name)
         return loaded
+
+    def _maybe_add_hidden_state(
+        self,
+        aux_hidden_states: list[torch.Tensor],
+        layer_idx: int,
+        hidden_states: torch.Tensor | QuantizedActivation,
+        residual: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Keep what a draft model reads: the hidden state after ``layer_idx`` layers.
+
+        A block that ran the next one's norm (experts/block.py) has added its output to the
+        residual.
+        """
+        if not isinstance(hidden_states, QuantizedActivation):
+            return super()._maybe_add_hidden_state(
+                aux_hidden_states, layer_idx, hidden_states, residual
+            )
+        if layer_idx in self.aux_hidden_state_layers:
+            assert residual is not None
+            aux_hidden_states.append(residual)
+        return aux_hidden_states
 
     def _load_one(self, name: str, weight: torch.Tensor, params: dict[str, Any]) -> str | None:
         for part in ("q", "k", "v"):

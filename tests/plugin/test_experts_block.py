@@ -16,6 +16,7 @@ from oss_fused.kernels.op import get_kernel
 from oss_fused.layers.vllm.decoder import OssTransformerBlock
 from oss_fused.layers.vllm.experts import block as joined
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.plugin.models import OssGptOssModel
 from oss_fused.quant.settings import ServingOptions
 
 HIDDEN, INTER, EXPERTS = 64, 32, 4
@@ -83,8 +84,7 @@ def model_of(blocks):
     return model
 
 
-def config(drafts=None):
-    return SimpleNamespace(speculative_config=drafts, model_config=SimpleNamespace())
+CONFIG = SimpleNamespace(model_config=SimpleNamespace())
 
 
 @pytest.fixture
@@ -108,44 +108,52 @@ def blocks(monkeypatch):
     return [block(), block()]
 
 
-def run(blocks, x):
-    residual = None
-    for each in blocks:
+def run(blocks, x, read=()):
+    """The last block's result, and what a draft model reads behind the layers ``read``."""
+    residual, states = None, []
+    model = OssGptOssModel.__new__(OssGptOssModel)
+    nn.Module.__init__(model)
+    model.aux_hidden_state_layers = read
+    model._maybe_add_hidden_state(states, 0, x, residual)
+    for number, each in enumerate(blocks, 1):
         x, residual = each.forward(x, torch.arange(x.data.shape[0]), residual)
-    return x, residual
+        model._maybe_add_hidden_state(states, number, x, residual)
+    return x, residual, *states
 
 
-def test_joined_blocks_compute_what_they_do_apart(blocks, monkeypatch):
+# the states behind the embedding, behind a block that ran the next norm, and behind one that did not
+@pytest.mark.parametrize("read", [(), (1,), (0, 1, 2)])
+def test_joined_blocks_compute_what_they_do_apart(read, blocks, monkeypatch):
     x = torch.randn(3, HIDDEN).bfloat16()
     monkeypatch.delattr(torch.Tensor, "is_cuda")
-    apart = run(blocks, x)
+    apart = run(blocks, x, read)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert blocks[0].following is not None and blocks[1].following is None
     calls = []
     operator = get_kernel("torch", "norm_moe_norm")
     monkeypatch.setattr(
         torch.ops.oss_fused, "norm_moe_norm", lambda *a: (calls.append(1), operator(*a))[1]
     )
-    together = run(blocks, x)
-    assert len(calls) == 1
-    for a, b in zip(together, apart):
+    together = run(blocks, x, read)
+    assert len(calls) == 1 and len(together) == 2 + len(read)
+    for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rank", list(ONE_RANK))
 def test_experts_that_ranks_share_stay_apart(blocks, rank):
     blocks[0] = block(ONE_RANK | {rank: 2})
-    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert not joined.joins(blocks[0], torch.zeros(1, HIDDEN))
 
 
 def test_what_else_keeps_blocks_apart(blocks):
     x = torch.zeros(1, HIDDEN)
-    for options, drafts in ((ServingOptions(monitor_every=8), None), (ServingOptions(), "eagle3")):
-        joined.join_blocks(model_of(blocks), OssTransformerBlock, config(drafts), options)
-        assert not joined.joins(blocks[0], x)
-    joined.join_blocks(model_of(blocks), OssTransformerBlock, config(), ServingOptions())
+    watched = ServingOptions(monitor_every=8)
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, watched)
+    assert not joined.joins(blocks[0], x)
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert joined.joins(blocks[0], x) and not joined.joins(blocks[1], x)
     # LoRA reads what the norm wrote
     blocks[1].attn.qkv_proj.requires_unquantized_input = True

@@ -42,10 +42,9 @@ def join_blocks(
 ) -> None:
     """Tell each block of class ``kind`` which one follows, where its experts may run that norm.
 
-    Not with the monitor, which looks at the experts' input, and not with a draft model, which may
-    read what a layer returns.
+    Not with the monitor, which looks at the experts' input.
     """
-    if options.monitor_every or vllm_config.speculative_config is not None:
+    if options.monitor_every:
         return
     if getattr(vllm_config.model_config, "enable_return_routed_experts", False):
         return
