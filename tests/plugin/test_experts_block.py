@@ -121,7 +121,7 @@ def run(blocks, x, read=()):
     return x, residual, *states
 
 
-# the states behind the embedding, behind a block that ran the next norm, and behind one that did not
+# states behind the embedding, behind a block that ran the next norm, and behind one that did not
 @pytest.mark.parametrize("read", [(), (1,), (0, 1, 2)])
 def test_joined_blocks_compute_what_they_do_apart(read, blocks, monkeypatch):
     x = torch.randn(3, HIDDEN).bfloat16()
