@@ -366,6 +366,7 @@ def test_outputs_that_an_api_server_takes_at_once(set_by_user, requests, expecte
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[1], max_cudagraph_capture_size=None
         ),
+        speculative_config=None,
     )
     shorten_steps(config)
     assert os.environ.get(name) == expected
