@@ -154,7 +154,7 @@ async def _load(
         tasks = [_request(client, server.name, plan, prompt, streamed) for prompt in prompts]
         try:
             counts = await asyncio.gather(*tasks)
-        except (aiohttp.ClientError, ValueError, KeyError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             server.check("under load")
             raise ServerError(f"server {server.name}: a request failed: {error!r}") from error
         seconds = time.perf_counter() - begin

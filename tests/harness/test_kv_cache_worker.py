@@ -112,10 +112,14 @@ def test_divergence_from_the_reference(job, noise):
             assert row[kind]["kl"] >= -1e-6
 
 
-def test_positions_that_are_missing_are_an_error(job):
+def test_positions_that_are_missing_or_read_twice_are_an_error(job):
     tail = kv_cache_worker.Tail(model := Model(0.0))
     tail.start(3)
     model(input_ids=torch.arange(5), positions=torch.arange(5))
     assert len(tail.take(2)) == 2
     with pytest.raises(ValueError, match="2 positions from 3 on: expected 3"):
+        tail.take(3)
+    tail.start(3)
+    model(input_ids=torch.arange(3), positions=torch.tensor([3, 4, 3]))
+    with pytest.raises(ValueError, match="3 positions from 3 on: expected 3"):
         tail.take(3)

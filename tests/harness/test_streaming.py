@@ -101,6 +101,14 @@ def test_an_answer_that_is_not_whole_is_an_error(
         streaming.run(with_flag(plan, flag), 50, tmp_path / "logs")
 
 
+def test_an_answer_that_does_not_come_is_an_error(
+    plan: streaming.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_PATIENCE_SECONDS", 0.1)
+    with pytest.raises(ServerError, match="a request failed: TimeoutError"):
+        streaming.run(with_flag(plan, "slow"), 50, tmp_path / "logs")
+
+
 def test_the_script_writes_its_figures(
     plan: streaming.Plan,
     tmp_path: Path,
