@@ -17,7 +17,7 @@ from tests.docs.readers import (
 )
 
 # arm of a comparison with drafts -> what the page calls it
-_HEADS = {"oss_fp8": "oss_fp8", "bf16_head": "oss_fp8 with the head in bf16"}
+_HEADS = {"oss_fp8": "oss_fp8", "oss_fp8_head": "oss_fp8 with the head in FP8"}
 
 
 def _drafts(model: str) -> Passages:
@@ -47,11 +47,11 @@ def _drafts_once() -> Passages:
     rates = [
         run["figures"]["output_throughput"]
         for run in runs
-        if (run["arm"], run["concurrency"]) == ("oss_fp8", 1)
+        if (run["arm"], run["concurrency"]) == ("oss_fp8_head", 1)
     ]
     burst = served("gpt_oss_20b", "oss_fp8", "tpot")[0]
     return [
-        ("differ: {:.0f} and {:.0f} tokens per second", rates),
+        ("gave {:.0f}, {:.0f} and {:.0f} tokens per second", rates),
         ("bursts give a token in {:.2f} ms", [burst]),
     ]
 
@@ -107,6 +107,7 @@ def serving() -> Passages:
     monitor = load("h200/monitor.json")
     return [
         *_drafts("gpt_oss_20b_drafts3"),
+        *_drafts("gpt_oss_20b_drafts7"),
         *_drafts_once(),
         *_kv_cache(),
         (
