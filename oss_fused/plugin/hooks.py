@@ -211,6 +211,9 @@ OVERRIDDEN = {
     (f"{_MODELS}.qwen3:Qwen3ForCausalLM", f"{_PLUGIN}.models:OssQwen3ForCausalLM"): (
         "compute_logits load_weights"
     ),
+    (f"{_MODELS}.registry:_LazyRegisteredModel", f"{_PLUGIN}.model_entry:ModelEntry"): (
+        "inspect_model_cls"
+    ),
     (
         "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware",
         f"{_PLUGIN}.api_key:KeyForAllPaths",
@@ -326,6 +329,9 @@ READ = {
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
     f"{_MODELS}.interfaces:EagleModelMixin": "aux_hidden_state_layers",
     f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
+    f"{_MODELS}.registry:_LazyRegisteredModel": "class_name module_name",
+    f"{_MODELS}.registry:_ModelInfo": "architecture",
+    f"{_MODELS}.registry:_ModelRegistry": "models",
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",

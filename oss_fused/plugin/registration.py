@@ -55,16 +55,16 @@ def register_all() -> None:
 
 
 def _register() -> None:
-    from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from oss_fused.plugin.config import OssFp8Config
+    from oss_fused.plugin.model_entry import register_model
 
     # imports that can fail stand above: registration is complete or does not happen
     register_quantization_config(QUANT_METHOD)(OssFp8Config)
     for architecture, name in MODEL_CLASSES.items():
-        ModelRegistry.register_model(architecture, f"oss_fused.plugin.models:{name}")
+        register_model(architecture, "oss_fused.plugin.models", name)
         _add_to_settings(MODELS_CONFIG_MAP, architecture, prepare_server)
     _or_warn(_register_metrics)
 
