@@ -14,6 +14,7 @@ _QUANT = f"{_LAYERS}.quantization"
 _LOADER = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.gpu"
 _OSS = "oss_fused.layers.vllm"
+_AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 
 # what vLLM's engine gives a scheduler class, and make_scheduler passes on
 _SCHEDULER = (
@@ -31,10 +32,8 @@ CALLED = {
     "vllm.distributed.parallel_state:get_pp_group": "",
     "vllm.distributed.parallel_state:get_tp_group": "",
     "vllm.distributed.parallel_state:model_parallel_is_initialized": "",
-    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware": "app, tokens",
-    "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware.verify_token": (
-        "headers"
-    ),
+    _AUTHENTICATION: "app, tokens",
+    f"{_AUTHENTICATION}.verify_token": "headers",
     "vllm.logger:init_logger": "name",
     f"{_LAYERS}.attention.attention:get_attention_context": "layer_name",
     f"{_LAYERS}.attention.attention:unified_attention_with_output": "q, k, v, output, layer_name",
@@ -214,10 +213,7 @@ OVERRIDDEN = {
     (f"{_MODELS}.registry:_LazyRegisteredModel", f"{_PLUGIN}.model_entry:ModelEntry"): (
         "inspect_model_cls"
     ),
-    (
-        "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware",
-        f"{_PLUGIN}.api_key:KeyForAllPaths",
-    ): "__call__",
+    (_AUTHENTICATION, f"{_PLUGIN}.api_key:KeyForAllPaths"): "__call__",
     (
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         f"{_PLUGIN}.scheduler:StepKVCacheManager",
@@ -329,8 +325,6 @@ READ = {
     f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
     f"{_MODELS}.interfaces:EagleModelMixin": "aux_hidden_state_layers",
     f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
-    f"{_MODELS}.registry:_LazyRegisteredModel": "class_name module_name",
-    f"{_MODELS}.registry:_ModelInfo": "architecture",
     f"{_MODELS}.registry:_ModelRegistry": "models",
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:set_forward_context": "",
