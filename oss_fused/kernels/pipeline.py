@@ -31,6 +31,7 @@ CHUNK_BUFFERS = gl.constexpr(2)
 # Triton 3.9 renamed them
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+meet = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -100,12 +101,7 @@ def make_ring(a_desc, b_desc, c_desc, STAGES: gl.constexpr, CONSUMERS: gl.conste
     if c_desc is not None:
         BLOCK_C: gl.constexpr = c_desc.block_type.shape[0]
         more = gl.allocate_shared_memory(c_desc.dtype, [STAGES, BLOCK_C, BLOCK_K], c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return rows, columns, more, full, empty
+    return rows, columns, more, barriers_of(STAGES, 1), barriers_of(STAGES, CONSUMERS)
 
 
 @gluon.jit

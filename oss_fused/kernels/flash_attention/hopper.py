@@ -25,6 +25,7 @@ from oss_fused.kernels.flash_attention.hopper_tile import (
     ROWS_EACH,
     box_descriptor,
     buffers_of,
+    columns_of,
     flat,
     key_blocks,
     make_turns,
@@ -302,18 +303,18 @@ def attend(
     causal: bool,
 ) -> None:
     """Fill ``out``, ``row_max`` and ``row_sum``; see kernels/flash_attention."""
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     keys, dim_v = v.shape[2:]
-    columns, columns_v = (64 if size <= 64 else 128 for size in (dim, dim_v))
+    columns, columns_v = columns_of(q), columns_of(v)
     # sums of three consumers fit the registers for heads of 64
     consumers = 3 if columns == columns_v == 64 else 2
     held = consumers * ROWS_EACH * columns * 2
     stages = ring_stages(2 * _KEYS * (columns + columns_v), held + OTHER_BYTES, 4)
     grid = (batch * heads, cdiv(queries, consumers * ROWS_EACH))
     _flash_attention_hopper_kernel[grid](
-        box_descriptor(q, ROWS_EACH, columns),
-        box_descriptor(k, _KEYS, columns),
-        box_descriptor(v, _KEYS, columns_v),
+        box_descriptor(q, ROWS_EACH),
+        box_descriptor(k, _KEYS),
+        box_descriptor(v, _KEYS),
         out,
         row_max,
         row_sum,

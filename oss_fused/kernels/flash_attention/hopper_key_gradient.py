@@ -21,6 +21,7 @@ from oss_fused.kernels.flash_attention.hopper_tile import (
     OTHER_BYTES,
     ROWS_EACH,
     box_descriptor,
+    columns_of,
     flat,
     load_block,
     load_held,
@@ -223,14 +224,13 @@ def key_gradient(
     """Fill dK and dV; ``terms``: ``log2(sum e^S)`` and ``rowsum(dO O)`` of each row."""
     batch, heads, queries, dim = q.shape
     kv_heads, keys, dim_v = v.shape[1:]
-    columns, columns_v = (64 if size <= 64 else 128 for size in (dim, dim_v))
-    both = 2 * (columns + columns_v)
+    both = 2 * (columns_of(q) + columns_of(v))
     held = 2 * ROWS_EACH * both + OTHER_BYTES
     _dkv_hopper_kernel[(batch * kv_heads, cdiv(keys, 2 * ROWS_EACH))](
-        box_descriptor(q, _QUERIES, columns),
-        box_descriptor(grad, _QUERIES, columns_v),
-        box_descriptor(k, ROWS_EACH, columns),
-        box_descriptor(v, ROWS_EACH, columns_v),
+        box_descriptor(q, _QUERIES),
+        box_descriptor(grad, _QUERIES),
+        box_descriptor(k, ROWS_EACH),
+        box_descriptor(v, ROWS_EACH),
         dk,
         dv,
         *terms,

@@ -20,6 +20,7 @@ from oss_fused.kernels.flash_attention.hopper_tile import (
     OTHER_BYTES,
     ROWS_EACH,
     box_descriptor,
+    columns_of,
     flat,
     key_blocks,
     load_block,
@@ -210,17 +211,16 @@ def query_gradient(
 ) -> None:
     """Fill dQ; ``terms``: ``log2(sum e^S)`` and ``rowsum(dO O)`` of each row."""
     batch, heads, queries, dim = q.shape
-    kv_heads, keys, dim_v = v.shape[1:]
-    columns, columns_v = (64 if size <= 64 else 128 for size in (dim, dim_v))
-    both = 2 * (columns + columns_v)
+    kv_heads, keys = v.shape[1:3]
+    both = 2 * (columns_of(q) + columns_of(v))
     # logits and their gradients of 128 keys fit the registers beside dQ of 64 columns
-    block_n = 128 if columns == columns_v == 64 else 64
+    block_n = 128 if both == 256 else 64
     held = 2 * ROWS_EACH * both + OTHER_BYTES
     _dq_hopper_kernel[(batch * heads, cdiv(queries, 2 * ROWS_EACH))](
-        box_descriptor(q, ROWS_EACH, columns),
-        box_descriptor(grad, ROWS_EACH, columns_v),
-        box_descriptor(k, block_n, columns),
-        box_descriptor(v, block_n, columns_v),
+        box_descriptor(q, ROWS_EACH),
+        box_descriptor(grad, ROWS_EACH),
+        box_descriptor(k, block_n),
+        box_descriptor(v, block_n),
         dq,
         *terms,
         heads,

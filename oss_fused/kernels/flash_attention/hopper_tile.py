@@ -88,7 +88,13 @@ def make_blocks(x_desc, y_desc, STAGES: gl.constexpr):
     return xs, ys, x_full, x_empty, y_full, y_empty
 
 
-def box_descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Boxes [1, 1, rows, columns] of ``t`` [B, heads, rows, D]; zeros outside."""
+def columns_of(t: torch.Tensor) -> int:
+    """Columns of a tile of ``t``'s heads."""
+    return 64 if t.shape[3] <= 64 else 128
+
+
+def box_descriptor(t: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of ``rows`` rows of a head of ``t`` [B, heads, rows, D]; zeros outside."""
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, rows, columns], layout)
+    box = [1, 1, rows, columns_of(t)]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), box, layout)

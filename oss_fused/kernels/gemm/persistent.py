@@ -29,6 +29,7 @@ from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.pipeline import (
     CHUNK_BUFFERS,
+    barriers_of,
     chunk_descriptor,
     descriptor,
     free_previous,
@@ -120,15 +121,6 @@ def _multiply_together(
 
 
 @gluon.jit
-def _make_turns():
-    """A barrier for each consumer: the other one lets it begin."""
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(2):
-        mbarrier.init(turn.index(part), count=1)
-    return turn
-
-
-@gluon.jit
 def _multiply_in_turn(
     operands,
     A_ROWS: gl.constexpr,
@@ -211,7 +203,8 @@ def _gemm_persistent_kernel(
     sizes = (gl.cdiv(m, ROWS), gl.cdiv(n, STEP_N), m, n, k)
     loads = (a_desc, b_desc, c_desc, ring, sizes, STEP_N, BLOCK_N, GROUP_M, PREFETCH)
     if TURNS:
-        in_turn = (ring, _make_turns(), scales, target, sizes)
+        # a barrier for each consumer: the other one lets it begin
+        in_turn = (ring, barriers_of(2, 1), scales, target, sizes)
         gl.warp_specialize(
             [
                 (_multiply_in_turn, (in_turn, A_ROWS, B_ROWS, GROUP_M, 0)),

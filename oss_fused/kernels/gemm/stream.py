@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.pipeline import copy_box, descriptor, free_previous, next_slot
+from oss_fused.kernels.pipeline import barriers_of, copy_box, descriptor, free_previous, next_slot
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
@@ -151,13 +151,10 @@ def _gemm_stream_kernel(
     first_m = gl.program_id(1) * BLOCK_M
     tokens = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     weights = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = barriers_of(STAGES, 1)
+    empty = barriers_of(STAGES, 1)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
     buffers = (tokens, weights, full, empty)
     scales = (a_scale, b_scale, bias, out)
     gl.warp_specialize(

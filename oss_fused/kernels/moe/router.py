@@ -180,22 +180,12 @@ def _list_tiles(counts, starts, expert_map, tiles, n_tiles, SHAPE: tl.constexpr,
 
 
 @triton.jit
-def _route_block(
-    pid,
-    logits,
-    expert_map,
-    routing,
-    counts,
-    n_tokens,
-    n_tiles,
-    SHAPE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
+def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr):
     """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch.
 
     Where one block has all tokens, a second program repeats the top-k and lists the tiles.
     """
+    logits, expert_map, routing, counts, n_tokens, n_tiles = work
     EP: tl.constexpr = SHAPE.padded_experts
     first = 0 if SINGLE else pid * SHAPE.block
     chosen, here = _topk(logits, routing, first, n_tokens, SHAPE, RENORMALIZE)
@@ -232,36 +222,15 @@ def _route_kernel(
     blocks = 2 if SINGLE else (n_tokens + SHAPE.block - 1) // SHAPE.block
     start_next()
     wait_for_inputs()
+    work = (logits, expert_map, routing, counts, n_tokens, n_tiles)
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
     if rows.x is not None:
         if pid >= blocks:
             encode_row(rows, pid - blocks, H, BLOCK, LEVELS, PERMUTE)
         else:
-            _route_block(
-                pid,
-                logits,
-                expert_map,
-                routing,
-                counts,
-                n_tokens,
-                n_tiles,
-                SHAPE,
-                RENORMALIZE,
-                SINGLE,
-            )
+            _route_block(pid, work, SHAPE, RENORMALIZE, SINGLE)
     else:
-        _route_block(
-            pid,
-            logits,
-            expert_map,
-            routing,
-            counts,
-            n_tokens,
-            n_tiles,
-            SHAPE,
-            RENORMALIZE,
-            SINGLE,
-        )
+        _route_block(pid, work, SHAPE, RENORMALIZE, SINGLE)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])

@@ -35,11 +35,17 @@ from oss_fused.kernels.launch import (
     wait_unless,
 )
 from oss_fused.kernels.numerics import widened
-from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot, store_box, sums_layout
+from oss_fused.kernels.pipeline import (
+    barriers_of,
+    copy_box,
+    descriptor,
+    meet,
+    next_slot,
+    store_box,
+    sums_layout,
+)
 from oss_fused.kernels.weight_only.parts import add_parts
 
-# Triton 3.9 renamed it
-meet = getattr(gl, "barrier", None) or gl.thread_barrier
 # weight rows of a consumer
 _ROWS = 64
 # rows of x of a chunk of a result, and chunks that a consumer may have under way to memory
@@ -248,21 +254,13 @@ def _consume(work, W_ROWS: gl.constexpr, DEPTH: gl.constexpr, PART: gl.constexpr
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def _make_ring(w_desc, x_desc, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     codes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * GROUPS, ROWS, BLOCK_K], w_desc.layout)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    return codes, tokens, _barriers(STAGES, 1), _barriers(STAGES, GROUPS)
+    return codes, tokens, barriers_of(STAGES, 1), barriers_of(STAGES, GROUPS)
 
 
 @gluon.jit
@@ -275,7 +273,7 @@ def _make_exchange(ring, DEPTH: gl.constexpr):
         layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         shape: gl.constexpr = [DEPTH - 1, codes.type.shape[1], tokens.type.shape[1]]
         sums = gl.allocate_shared_memory(gl.float32, shape, layout)
-        exchange = (sums, _barriers(DEPTH - 1, 1), _barriers(DEPTH - 1, 1))
+        exchange = (sums, barriers_of(DEPTH - 1, 1), barriers_of(DEPTH - 1, 1))
     return exchange
 
 
