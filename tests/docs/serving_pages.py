@@ -151,8 +151,19 @@ def _longer() -> Passages:
     ]
 
 
+def _busy_host() -> Passages:
+    """One request while the engine shares its core: baseline, single steps, bursts."""
+    (found,) = load("h200/busy_host_gpt_oss_20b/results.json")["cells"]
+    arms = [found["arms"][name] for name in ("triton", "single", "oss_fp8")]
+    name = "output_throughput"
+    return [
+        ("second | {:.0f} | {:.0f} | {:.0f} |", [arm["figures"][name] for arm in arms]),
+        ("| ratio | | {:.2f} | {:.2f} |", [arm["ratios"][name]["median"] for arm in arms[1:]]),
+    ]
+
+
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _longer()
+    found = _served_rows(bare=False) + _longer() + _busy_host()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
