@@ -37,7 +37,8 @@ class Tile:
 @dataclass(frozen=True)
 class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
-    whether the kernels for many tokens, for tens of tokens an expert, or w2's for few tokens run.
+    whether the kernels for many tokens, for tens of tokens an expert, or w2's for few tokens run;
+    of many tokens, whether an expert has few tiles.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class MoEConfig:
     large: bool = False
     stream: bool = False
     few: bool = False
+    few_tiles: bool = False
 
     @property
     def sorted_codes(self) -> bool:
@@ -66,7 +68,8 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
     mean = pairs / experts
     single, wide = Tile(1, 1, 4), Tile(2, 1, 4)
     if gluon and mean > (160 if fp8 else 96):
-        return MoEConfig(256 if fp8 and mean >= 384 else 128, wide, wide, False, large=True)
+        rows = 256 if fp8 and mean >= 384 else 128
+        return MoEConfig(rows, wide, wide, False, large=True, few_tiles=mean < 4 * rows)
     if gluon and not fp8 and mean > 12:
         return MoEConfig(32 if mean <= 24 else 64, wide, wide, False, stream=True)
     if fp8:

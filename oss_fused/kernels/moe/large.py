@@ -51,24 +51,61 @@ def _load_tokens(
 
 
 @gluon.jit
-def _multiply(weight, words, ring, full, empty, slot, phase, K: gl.constexpr):
-    """Products [64, columns] of one tile over all of K, and the ring's next slot and phase."""
-    COLUMNS: gl.constexpr = ring.type.shape[1]
+def _issue(a, ring, slot, acc, COLUMNS: gl.constexpr):
+    """Start the product of a chunk, and wait for the one before, which has other registers.
+
+    Without a wait between the products ptxas makes each of them wait for its end.
+    """
+    tokens = ring.index(slot).slice(0, COLUMNS, dim=0).permute((1, 0))
+    acc = warpgroup_mma(a, tokens, acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=[acc])
+
+
+@gluon.jit
+def _multiply(
+    weight,
+    words,
+    ring,
+    full,
+    empty,
+    slot,
+    phase,
+    K: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """Products [64, COLUMNS] of one tile over all of K, and the ring's next slot and phase.
+
+    In steps of STEP chunks: within a step, a chunk is unpacked while the one before is multiplied.
+    """
+    STAGES: gl.constexpr = ring.type.shape[0]
+    CHUNKS: gl.constexpr = (K + 127) // 128
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     packed, steps = load_chunk(weight, words, 0, K)
     packed1, steps1 = load_chunk(weight, words, 1, K)
     acc = gl.zeros([64, COLUMNS], gl.float32, layout=product)
-    for chunk in range(0, (K + 127) // 128):
-        # while this warpgroup unpacks, the tensor cores work for the other
+    for start in range(0, CHUNKS // STEP * STEP, STEP):
+        first = slot
+        for chunk in gl.static_range(STEP):
+            a = unpack(packed, steps, product)
+            packed, steps = packed1, steps1
+            packed1, steps1 = load_chunk(weight, words, start + chunk + 2, K)
+            mbarrier.wait(full.index(slot), phase)
+            acc = _issue(a, ring, slot, acc, COLUMNS)
+            slot, phase = next_slot(slot, phase, STAGES)
+        # nothing may run past this: the next weights take the registers of these
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        for chunk in gl.static_range(STEP):
+            mbarrier.arrive(empty.index((first + chunk) % STAGES), count=1)
+    for chunk in gl.static_range(CHUNKS // STEP * STEP, CHUNKS):
         a = unpack(packed, steps, product)
         packed, steps = packed1, steps1
         packed1, steps1 = load_chunk(weight, words, chunk + 2, K)
         mbarrier.wait(full.index(slot), phase)
-        token = warpgroup_mma(a, ring.index(slot).permute((1, 0)), acc, is_async=True)
-        # nothing may run past this: the next weights take the registers of these
-        acc = warpgroup_mma_wait(0, deps=[token])
+        acc = _issue(a, ring, slot, acc, COLUMNS)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_slot(slot, phase, ring.type.shape[0])
+        slot, phase = next_slot(slot, phase, STAGES)
     return acc, slot, phase
 
 
@@ -124,63 +161,126 @@ def _store_rows(acc, words, x_scale, bias, out, group, begin, count, N: gl.const
 
 
 @gluon.jit
-def _consume(
+def _compute_group(
     ring,
     full,
     empty,
     tensors,
-    tiles,
-    n_tiles,
-    units,
+    tile,
+    group,
+    slot,
+    phase,
     N: gl.constexpr,
     K: gl.constexpr,
     OP: gl.constexpr,
     LEVELS: gl.constexpr,
     DTYPE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STEP: gl.constexpr,
+):
+    """Products of a row group with the first COLUMNS columns of a tile, stored."""
+    x_scale, weight, weight_scale, bias, out = tensors
+    expert, begin, count = tile
+    of_group = expert * (N // 64) + group
+    words = weight_scale + of_group * ((K + 127) // 128 * 64)
+    packed = weight + of_group * (8 * K)
+    acc, slot, phase = _multiply(packed, words, ring, full, empty, slot, phase, K, COLUMNS, STEP)
+    if LEVELS == 2:
+        first, second = gl.split(acc.reshape([64, COLUMNS // 2, 2]))
+        acc = first + second * 0.0625
+    shift = bias
+    if bias is not None:
+        shift = bias + expert * N
+    if OP is None:
+        _store_rows(acc, words, x_scale, shift, out, group, begin, count, N)
+    else:
+        LAST: gl.constexpr = N // 64 - 1
+        _store_gated(acc, words, x_scale, shift, out, group, begin, count, OP, LAST, LEVELS, DTYPE)
+    return slot, phase
+
+
+@gluon.jit
+def _consume(
+    work,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OP: gl.constexpr,
+    LEVELS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    NARROW: gl.constexpr,
+    STEP: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """A warpgroup: row group ``2 * unit + PART`` of every tile of this program."""
-    x_scale, weight, weight_scale, bias, out = tensors
-    CHUNKS: gl.constexpr = (K + 127) // 128
+    """A warpgroup: row group ``2 * unit + PART`` of every tile of this program.
+
+    With NARROW, tiles of few tokens (mostly an expert's last) take a half or quarter of columns.
+    """
+    ring, full, empty, tensors, tiles, n_tiles, units = work
     TOKENS: gl.constexpr = ring.type.shape[1] // LEVELS
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
     for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
-        tile = index // units
-        expert = gl.load(tiles + tile * 3).to(gl.int64)
+        at = index // units
+        expert = gl.load(tiles + at * 3).to(gl.int64)
         if expert >= 0:
-            begin = gl.load(tiles + tile * 3 + 1)
-            count = gl.load(tiles + tile * 3 + 2)
+            count = gl.load(tiles + at * 3 + 2)
+            tile = (expert, gl.load(tiles + at * 3 + 1), count)
             # of an odd number of groups the last is computed twice: same inputs, same values
             group = gl.minimum(index % units * 2 + PART, N // 64 - 1)
-            of_group = expert * (N // 64) + group
-            words = weight_scale + of_group * (CHUNKS * 64)
-            acc, slot, phase = _multiply(
-                weight + of_group * (8 * K), words, ring, full, empty, slot, phase, K
-            )
-            if LEVELS == 2:
-                first, second = gl.split(acc.reshape([64, TOKENS, 2]))
-                acc = first + second * 0.0625
-            shift = bias
-            if bias is not None:
-                shift = bias + expert * N
-            if OP is None:
-                _store_rows(acc, words, x_scale, shift, out, group, begin, count, N)
-            else:
-                _store_gated(
-                    acc,
-                    words,
-                    x_scale,
-                    shift,
-                    out,
+            if NARROW and (count <= TOKENS // 4):
+                slot, phase = _compute_group(
+                    ring,
+                    full,
+                    empty,
+                    tensors,
+                    tile,
                     group,
-                    begin,
-                    count,
+                    slot,
+                    phase,
+                    N,
+                    K,
                     OP,
-                    N // 64 - 1,
                     LEVELS,
                     DTYPE,
+                    ring.type.shape[1] // 4,
+                    STEP,
+                )
+            elif NARROW and (count <= TOKENS // 2):
+                slot, phase = _compute_group(
+                    ring,
+                    full,
+                    empty,
+                    tensors,
+                    tile,
+                    group,
+                    slot,
+                    phase,
+                    N,
+                    K,
+                    OP,
+                    LEVELS,
+                    DTYPE,
+                    ring.type.shape[1] // 2,
+                    STEP,
+                )
+            else:
+                slot, phase = _compute_group(
+                    ring,
+                    full,
+                    empty,
+                    tensors,
+                    tile,
+                    group,
+                    slot,
+                    phase,
+                    N,
+                    K,
+                    OP,
+                    LEVELS,
+                    DTYPE,
+                    ring.type.shape[1],
+                    STEP,
                 )
 
 
@@ -199,6 +299,8 @@ def _large_kernel(
     OP: gl.constexpr,
     LEVELS: gl.constexpr,
     DTYPE: gl.constexpr,
+    NARROW: gl.constexpr,
+    STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Products of sorted rows with w13, gated (OP codes a row), or with w2 (OP None)."""
@@ -212,16 +314,11 @@ def _large_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     tensors = (x_scale, weight, weight_scale, bias, out)
+    work = (ring, full, empty, tensors, tiles, n_tiles, units)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (ring, full, empty, tensors, tiles, n_tiles, units, N, K, OP, LEVELS, DTYPE, 0),
-            ),
-            (
-                _consume,
-                (ring, full, empty, tensors, tiles, n_tiles, units, N, K, OP, LEVELS, DTYPE, 1),
-            ),
+            (_consume, (work, N, K, OP, LEVELS, DTYPE, NARROW, STEP, 0)),
+            (_consume, (work, N, K, OP, LEVELS, DTYPE, NARROW, STEP, 1)),
             (_load_tokens, (desc, ring, full, empty, tiles, n_tiles, units, K, LEVELS)),
         ],
         [4, 1],
@@ -240,6 +337,7 @@ def large_product(
     inner: int,
     dtype: torch.dtype,
     rows: int,
+    few_tiles: bool,
 ) -> None:
     """Fill ``out``: codes [P, levels, OP] of the gated product, or rows [P, N] of the second.
 
@@ -254,6 +352,7 @@ def large_product(
         inner: K.
         dtype: of the model, to which the intermediate is rounded.
         rows: 64 or 128 with two levels, 128 or 256 with one.
+        few_tiles: an expert has few of them, so that its last one weighs.
     """
     pairs, levels, padded = codes.shape
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
@@ -272,6 +371,8 @@ def large_product(
         OP=out.shape[2] if out.dim() == 3 else None,
         LEVELS=levels,
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
+        NARROW=few_tiles or levels == 1,
+        STEP=2 if few_tiles else 1,
         STAGES=_STAGES,
         num_warps=4,
         **pdl_options(codes.device),

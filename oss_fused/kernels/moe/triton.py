@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -149,7 +150,7 @@ def _gluon_product(config: MoEConfig) -> Callable[..., None]:
     if config.large:
         from oss_fused.kernels.moe.large import large_product
 
-        return large_product
+        return functools.partial(large_product, few_tiles=config.few_tiles)
     from oss_fused.kernels.moe.stream import stream_product
 
     return stream_product
