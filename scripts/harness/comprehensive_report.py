@@ -233,8 +233,17 @@ def _environment(findings: Findings) -> list[tuple[str, str]]:
         environment = document.get("environment", {})
         for name in ("timestamp", "commit", "gpus", "cpu", "platform", "versions"):
             if environment.get(name):
-                lines.append((f"{source}: {name}", str(environment[name])))
+                lines.append((f"{source}: {name}", _text(environment[name])))
     return lines
+
+
+def _text(value: Any) -> str:
+    """A value of an environment: GPUs by their names, versions one after the other."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {version}" for name, version in value.items() if version)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(str(each.get("name", each)) for each in value)
+    return str(value)
 
 
 def _number(value: float | None, form: str = ".4g") -> str:

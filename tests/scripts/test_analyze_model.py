@@ -57,6 +57,8 @@ def test_the_report_has_every_section_and_its_charts(gpt_oss):
     ]
     for words in ("best kernel: ", "mean speed-up", "memory efficiency", "FP8 retention: 9"):
         assert words in text
+    # no Python objects
+    assert re.search(r"kernels: gpus +\| NVIDIA H", text) and "{'" not in text
     images = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(images) == 6 and all((folder / name).stat().st_size > 5000 for name in images)
     tags = Tags(page.with_suffix(".html").read_text())
