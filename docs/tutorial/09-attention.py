@@ -427,7 +427,7 @@ def acceptance() -> list[book.Bar]:
     share = book.measured("summary.json", "operators.flash.vs_fa3_fwd_min")
     return [
         book.Bar(
-            "flash attention of FlashAttention 3, forward", 0.6, share, "attention-forward.json"
+            "flash attention of FlashAttention 3, forward", 0.6, share, "operators-attention.json"
         )
     ]
 

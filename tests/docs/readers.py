@@ -139,12 +139,11 @@ def operator(part: str, operation: str, implementation: str, **shape: Any) -> An
     return next(row for row in rows if wanted.items() <= row.items())
 
 
-def attention_forward(dim: int, causal: bool) -> list[float]:
-    """TFLOPS of ours and of FlashAttention 3's over 16384 tokens."""
-    rows = load("h200/attention-forward.json")["rows"]
-    shape = {"run": 2, "length": 16384, "dim": dim, "causal": causal}
-    found = {r["implementation"]: r["tflops"] for r in rows if shape.items() <= r.items()}
-    return [found["hopper"], found["flash_attention_3"]]
+def flash(way: str, length: int, dim: int, causal: bool) -> dict[str, float]:
+    """TFLOPS of attention "forward" or "backward", by implementation."""
+    rows = load("h200/operators-attention.json")["rows"]
+    shape = {"operation": f"flash {way}", "length": length, "dim": dim, "causal": causal}
+    return {r["implementation"]: r["tflops"] for r in rows if shape.items() <= r.items()}
 
 
 def kernels(group: str, figure: str, **shape: Any) -> list[float]:
