@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from moe_layer import Layer, relative_error
@@ -19,6 +21,10 @@ reference = get_kernel("torch", "moe_mxfp4")
 SAME_ARITHMETIC = 2e-3
 # FP8: codes of the intermediate may move by a step too, and partial results are bfloat16
 FP8_STEP = 1e-2
+
+
+# repacked on a CPU: seconds for the largest
+layer_of = functools.cache(Layer)
 
 
 def run(layer: Layer, x, logits, top_k=2, expert_map=None, activation="swigluoai", fp8=-1,
@@ -212,7 +218,7 @@ def test_tiles_of_sorted_codes(device, hidden, inter, rows, fp8, kind):
         pytest.skip("needs a Hopper GPU and Gluon")
     # the first expert gets the token with NaN, the second none
     counts = torch.tensor([1, 0, 15, 17, 33, 65, rows, rows + 100])
-    layer = Layer(hidden, inter, len(counts)).to(device)
+    layer = layer_of(hidden, inter, len(counts)).to(device)
     x, logits = inputs(device, int(counts.sum()), hidden, len(counts))
     owner = torch.arange(len(counts)).repeat_interleave(counts).to(device)
     logits[torch.arange(len(owner), device=device), owner] += 50
