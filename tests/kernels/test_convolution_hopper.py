@@ -147,3 +147,26 @@ def test_runs_are_equal_bit_by_bit(hopper, padding):
     first = run("triton", x, w, bias, padding=padding)
     for _ in range(5):
         assert torch.equal(first, run("triton", x, w, bias, padding=padding))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [{}, {"n": 3, "h": 14, "w": 14, "ic": 96, "oc": 136}])
+def test_channels_first(hopper, shape):
+    """NCHW images and weights go by copies with channels last; the result is NCHW again."""
+    x, w, bias = operands(**shape, device=CUDA)
+    first = x.contiguous()
+    got = run("triton", first, w, bias, True, padding=1)
+    assert got.is_contiguous()
+    assert torch.equal(got, run("triton", x, w, bias, True, padding=1))
+
+
+@pytest.mark.gpu
+def test_operands_off_16_bytes(hopper):
+    """Descriptors take none of these: they are copied."""
+    x, w, bias = operands(device=CUDA)
+    moved = []
+    for each in (x, w):
+        room = torch.empty(each.numel() + 1, dtype=each.dtype, device=CUDA)[1:]
+        moved.append(room.as_strided(each.shape, each.stride(), 1).copy_(each))
+    want = run("triton", x, w, bias, padding=1)
+    assert torch.equal(run("triton", *moved, bias, padding=1), want)

@@ -34,20 +34,24 @@ class Tile(NamedTuple):
     shared: bool
 
 
-def takes(x: torch.Tensor, w: torch.Tensor, stride: list[int]) -> bool:
-    """Whether the kernel takes NHWC images ``x`` and weights ``w`` [OC, IC, KH, KW].
+def fits(x: torch.Tensor, w: torch.Tensor, stride: list[int]) -> bool:
+    """Whether the kernel takes images and weights [OC, IC, KH, KW] of these shapes as NHWC.
 
     Halves of 32 channels or more, whole 16 bytes of channels, a stride of one or two.
     """
-    steps = (x.data_ptr(), w.data_ptr(), *(x.stride(dim) * x.element_size() for dim in (0, 2, 3)))
     return (
         x.dtype in (torch.bfloat16, torch.float16)
-        and x.stride(1) == 1
         and x.shape[1] >= 32
         and all(size % 8 == 0 for size in w.shape[:2])
-        and all(step > 0 and step % 16 == 0 for step in steps)
         and stride[0] == stride[1] <= min(2, *x.shape[2:])
     )
+
+
+def takes(x: torch.Tensor, w: torch.Tensor, stride: list[int]) -> bool:
+    """Whether ``x`` and ``w`` fit as they lie in memory: NHWC, in steps of 16 bytes."""
+    steps = (x.data_ptr(), w.data_ptr(), *(x.stride(dim) * x.element_size() for dim in (0, 2, 3)))
+    aligned = x.stride(1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+    return aligned and fits(x, w, stride)
 
 
 def _boxes() -> Iterator[tuple[int, int, int]]:

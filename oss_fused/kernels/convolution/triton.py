@@ -4,7 +4,8 @@
 "implicit": the reduction runs over taps of the window, and over blocks of channels inside a tap. In
 NHWC a block of channels is one run of memory, and loads are vectors. In NCHW neighbours along the
 channels are H * W values apart: a warp then reads along the width, a value a thread. Weights are
-taken with channels last, one copy if they are not. On Hopper hopper.py takes halves in NHWC.
+taken with channels last, one copy if they are not. On Hopper hopper.py takes halves in NHWC, and
+NCHW images by way of NHWC copies of image and result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.convolution.shape import layout_of, output_size
+from oss_fused.kernels.convolution.transpose import from_channels_last, to_channels_last
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.numerics import INTERPRETED, round_to
@@ -222,6 +224,31 @@ def _tile(x: torch.Tensor, out_channels: int, channels: int, method: str) -> dic
     }
 
 
+def _on_hopper(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    relu: bool,
+) -> None:
+    """Fill ``out``, which has channels last or first, by the kernel for channels last."""
+    from oss_fused.kernels.convolution.hopper import convolve, takes
+
+    if not w.is_contiguous(memory_format=torch.channels_last) or w.data_ptr() % 16:
+        w = to_channels_last(w)
+    if not takes(x, w, stride):
+        x = to_channels_last(x)
+    if layout_of(out) is torch.channels_last:
+        convolve(x, w, bias, out, stride, padding, dilation, relu)
+        return
+    last = torch.empty_like(out, memory_format=torch.channels_last)
+    convolve(x, w, bias, last, stride, padding, dilation, relu)
+    from_channels_last(last, out)
+
+
 def conv2d(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -245,15 +272,14 @@ def conv2d(
     )
     if out.numel() == 0:
         return out
-    w = w.contiguous(memory_format=torch.channels_last)
-    plain = config is None and method == "implicit" and layout_of(x) is torch.channels_last
-    if plain and runs_gluon(x.device):
+    if config is None and method == "implicit" and runs_gluon(x.device):
         # Gluon is experimental: another Triton may lack it
-        from oss_fused.kernels.convolution.hopper import convolve, takes
+        from oss_fused.kernels.convolution.hopper import fits
 
-        if takes(x, w, stride):
-            convolve(x, w, bias, out, stride, padding, dilation, relu)
+        if fits(x, w, stride):
+            _on_hopper(x, w, bias, out, stride, padding, dilation, relu)
             return out
+    w = w.contiguous(memory_format=torch.channels_last)
     pixels = size[0] * size[1]
     rows = images * pixels
     # rows of a result follow each other without gaps in both layouts
