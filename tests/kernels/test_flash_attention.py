@@ -114,10 +114,12 @@ def test_kernels_equal_the_twin(case, device):
         assert_near(ours, theirs, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("dim,dim_v", [(32, 32), (80, 80), (144, 136), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves(dtype, device):
-    tensors = operands(heads=2, kv=1, n=40, m=40, d=32, dv=32, dtype=dtype, device=device)
-    options = {"causal": True, "scale": 32**-0.5, "dropout_p": 0.1}
+def test_halves(dtype, dim, dim_v, device):
+    sizes = {"heads": 2, "kv": 1, "n": 40, "m": 40, "d": dim, "dv": dim_v}
+    tensors = operands(**sizes, dtype=dtype, device=device)
+    options = {"causal": True, "scale": dim**-0.5, "dropout_p": 0.1}
     want, got = (forward(backend, tensors, **options) for backend in ("torch", "triton"))
     assert got[0].dtype == dtype
     for ours, theirs in zip(got, want):
@@ -195,8 +197,9 @@ def test_dropout_has_the_variance_of_the_theory(device):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_fp8_operands(fmt, device):
-    tensors = operands(n=40, m=70, d=32, dv=16, device=device)
+@pytest.mark.parametrize("dim,dim_v", [(32, 16), (128, 128)])
+def test_fp8_operands(fmt, dim, dim_v, device):
+    tensors = operands(n=40, m=70, d=dim, dv=dim_v, device=device)
     codes, scales = [], []
     for t in tensors:
         scale = t.abs().amax((0, 1, 2)) / fmt.max
