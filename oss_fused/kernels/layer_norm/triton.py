@@ -71,13 +71,21 @@ def _row_stats(x, row, in_rows, lane, stride_x, n_cols, ROWS, BLOCK, WELFORD: tl
 
 
 @triton.jit
+def _of_columns(values, cols, n_cols):
+    """Weight or bias of a tile's columns, or None."""
+    found = None
+    if values is not None:
+        found = tl.load(values + cols, mask=cols < n_cols, other=0.0)
+    return found
+
+
+@triton.jit
 def _write(wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols, dropout, DROPOUT):
     y = (wide - mean[:, None]) * rstd[:, None]
-    in_row = cols < n_cols
     if weight is not None:
-        y *= tl.load(weight + cols, mask=in_row, other=0.0).to(tl.float32)
+        y *= weight.to(tl.float32)
     if bias is not None:
-        y += tl.load(bias + cols, mask=in_row, other=0.0).to(tl.float32)
+        y += bias.to(tl.float32)
     if DROPOUT:
         keep = kept(row_bits(dropout.seed, row), column_bits(cols), dropout.threshold)
         y = tl.where(keep, y * dropout.factor, 0.0)
@@ -114,6 +122,10 @@ def _layer_norm_kernel(
     lane = tl.arange(0, BLOCK)[None, :]
     if WHOLE:
         wide, mask = _tile(x, row, in_rows, lane, stride_x, n_cols)
+        if out is not None:
+            # on their way during the reductions
+            gain = _of_columns(weight, lane, n_cols)
+            shift = _of_columns(bias, lane, n_cols)
         mean, squares = _stats_of(wide, mask, n_cols)
         var = squares / n_cols
     else:
@@ -125,13 +137,15 @@ def _layer_norm_kernel(
         rstd = tl.rsqrt(var + eps)
         dropout = _Dropout(seed, threshold, factor)
         if WHOLE:
-            _write(wide, mask, mean, rstd, weight, bias, out, row, lane, n_cols, dropout, DROPOUT)
+            _write(wide, mask, mean, rstd, gain, shift, out, row, lane, n_cols, dropout, DROPOUT)
         else:
             for start in range(0, n_cols, BLOCK):
                 cols = start + lane
                 wide, mask = _tile(x, row, in_rows, cols, stride_x, n_cols)
+                gain = _of_columns(weight, cols, n_cols)
+                shift = _of_columns(bias, cols, n_cols)
                 _write(
-                    wide, mask, mean, rstd, weight, bias, out, row, cols, n_cols, dropout, DROPOUT
+                    wide, mask, mean, rstd, gain, shift, out, row, cols, n_cols, dropout, DROPOUT
                 )
 
 
