@@ -165,7 +165,7 @@ def test_operands_off_16_bytes(hopper):
     """Descriptors take none of these: they are copied."""
     x, w, bias = operands(device=CUDA)
     moved = []
-    for each in (x, w):
+    for each in (x, w.contiguous(memory_format=torch.channels_last)):
         room = torch.empty(each.numel() + 1, dtype=each.dtype, device=CUDA)[1:]
         moved.append(room.as_strided(each.shape, each.stride(), 1).copy_(each))
     want = run("triton", x, w, bias, padding=1)
