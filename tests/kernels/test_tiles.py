@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oss_fused.errors import TritonKernelError
 from oss_fused.kernels import tiles
+from oss_fused.kernels.checks import FP8
 
 CPU = torch.device("cpu")
 TABLES = sorted(Path(tiles.__file__).parent.glob("*.json"))
@@ -90,3 +92,56 @@ def test_tables_fit_the_launchers(path):
         assert set(config) <= set(known), shape
         # a CTA of these kernels holds all rows of its bucket
         assert config.get("block_m", bucket) >= min(bucket, 64)
+
+
+def _ring(k, tile):
+    from oss_fused.kernels.gemm.stream import stream_stages
+
+    return stream_stages(
+        k, tile["block_m"], tile["block_n"], tile.get("block_k", 256), tile["ctas"]
+    )
+
+
+def test_no_stream_that_waits_for_itself_is_launched():
+    """A ring of one stage, as tune.py tiles tried it, stopped an H100 for good."""
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.gemm.stream import gemm_stream
+    from oss_fused.tuning.tile_table import FAMILIES
+
+    (family,) = (family for family in FAMILIES if family.kernel == "stream")
+    refused = 0
+    for bucket in (1, 16, 32, 64, 128):
+        for config in family.space:
+            tile = family.tile(bucket, config)
+            try:
+                assert _ring(2880, tile) >= 2
+            except TritonKernelError:
+                refused += 1
+                assert (config["block_k"], config["ctas"]) == (512, 2)
+    assert refused
+    a, b, scale = torch.empty(8, 2880).to(FP8), torch.empty(256, 2880).to(FP8), torch.ones(1)
+    out = torch.empty(8, 256)
+    with pytest.raises(TritonKernelError, match="shared memory holds two stages, it holds 1"):
+        gemm_stream(a, b, scale, scale, None, out, block_m=8, block_n=128, block_k=512, ctas=2)
+
+
+def test_one_stage_holds_a_short_row():
+    pytest.importorskip("triton.experimental.gluon")
+    tile = {"block_m": 8, "block_n": 128, "block_k": 512, "ctas": 2}
+    assert _ring(512, tile) == 1
+    with pytest.raises(TritonKernelError, match="two stages"):
+        _ring(528, tile)
+
+
+def test_rules_and_tables_leave_two_stages():
+    pytest.importorskip("triton.experimental.gluon")
+    found = [
+        (bucket, tiles.gemm_rule(bucket, n, 65536, True))
+        for bucket in tiles.ROW_BUCKETS
+        for n in (1, 65536)
+    ]
+    for path in TABLES:
+        table = json.loads(path.read_text())["fp8_gemm"]
+        found += [(int(key.split("x")[0]), tile) for key, tile in table.items()]
+    streams = [(bucket, tile) for bucket, tile in found if tile["kernel"] == "stream"]
+    assert streams and all(_ring(65536, tile) >= 2 for bucket, tile in streams)

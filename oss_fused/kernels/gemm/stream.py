@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from oss_fused.errors import TritonKernelError
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -167,6 +168,25 @@ def _gemm_stream_kernel(
     )
 
 
+def stream_stages(k: int, block_m: int, block_n: int, block_k: int, ctas: int) -> int:
+    """Stages of the ring where ``ctas`` share a multiprocessor.
+
+    The product of a stage ends only after the next one has begun, so K of several steps needs two
+    stages: with one, the loading warp and the others would wait for each other for ever.
+
+    Raises:
+        TritonKernelError: shared memory does not hold them.
+    """
+    fitting = (_SHARED_MEMORY // ctas - _RESERVED) // ((block_m + block_n) * block_k)
+    stages = min(fitting, cdiv(k, block_k))
+    if stages < min(2, cdiv(k, block_k)):
+        raise TritonKernelError(
+            f"block_m={block_m}, block_n={block_n}, block_k={block_k}, ctas={ctas}: expected a "
+            f"tile of which shared memory holds two stages, it holds {fitting}"
+        )
+    return stages
+
+
 def gemm_stream(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -183,7 +203,6 @@ def gemm_stream(
     """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
-    stages = (_SHARED_MEMORY // ctas - _RESERVED) // ((block_m + block_n) * block_k)
     _gemm_stream_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
         descriptor(a, block_m, block_k),
         descriptor(b, block_n, block_k),
@@ -196,7 +215,7 @@ def gemm_stream(
         k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
-        STAGES=min(stages, cdiv(k, block_k)),
+        STAGES=stream_stages(k, block_m, block_n, block_k, ctas),
         PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
