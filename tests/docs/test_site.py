@@ -106,9 +106,9 @@ def test_reports_are_named_apart(hooks):
     pages = sorted((ROOT / "docs/results").rglob("*.md"))
     groups = hooks.results_nav(pages)
     names = {next(iter(group)): next(iter(group.values())) for group in groups}
-    assert set(names) == {"h200", "h200x2", "notes"}
+    assert set(names) == {"h100", "h200", "h200x2", "notes"}
     assert sum(map(len, names.values())) == len(pages)
-    for device in ("h200", "h200x2"):
+    for device in ("h100", "h200", "h200x2"):
         titles = [title for page in names[device] for title in page]
         assert len(set(titles)) == len(titles) and "decode gpt oss 20b" in titles
     assert "results/notes/calibration.md" in names["notes"]
