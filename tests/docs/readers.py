@@ -83,8 +83,8 @@ def busy_before(arm: str) -> float:
     return next(p["busy_us"] for p in profiles if p["arm"] == arm and p["steps"])
 
 
-def profile(batch: int, arm: str) -> Any:
-    found = load("h200/decode_gpt_oss_20b/results.json")["profiles"]
+def profile(batch: int, arm: str, folder: str = "h200/decode_gpt_oss_20b") -> Any:
+    found = load(f"{folder}/results.json")["profiles"]
     return next(p for p in found if p["steps"] and (p["batch"], p["arm"]) == (batch, arm))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.docs import h100_pages
 from tests.docs.readers import (
     Passages,
     attention,
@@ -74,6 +75,7 @@ def readme() -> Passages:
     cost = ("decode", "kl")
     return [
         *_served_rows(bare=True),
+        *h100_pages.readme(),
         *_demo(),
         (
             "is {:.2f}x, {:.2f}x and {:.2f}x faster per token",
@@ -163,7 +165,7 @@ def _busy_host() -> Passages:
 
 
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _longer() + _busy_host()
+    found = _served_rows(bare=False) + _longer() + _busy_host() + h100_pages.decode()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]

@@ -204,8 +204,9 @@ def _mxfp4_method(moe: FusedMoEConfig, prefix: str, options: ServingOptions) -> 
 
 
 def _native_is_faster() -> bool:
-    # on an H200, decode is faster at every batch size (docs/results/h200/moe.json). Prefill with
-    # bf16 activations is slower, by less than decode gains. No other GPU was measured
+    # on an H200, decode is faster at every batch size (docs/results/h200/moe.json), and on an H100
+    # at 1, 8, 32 and 128 (docs/results/h100/decode_gpt_oss_20b). Prefill with bf16 activations is
+    # slower on an H200, by less than decode gains. No other GPU was measured
     return current_platform.is_cuda() and current_platform.is_device_capability(90)
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: MIT
+"""Passages of README and decode.md about an H100."""
+
+from __future__ import annotations
+
+from tests.docs.readers import Passages, best, load, oss, profile, speedup, summary
+
+_MODEL, _PLACE = "gpt_oss_20b", "h100"
+_BATCHES = (1, 8, 32, 128)
+_STEPS = f"{_PLACE}/decode_{_MODEL}"
+
+
+def _row(form: str, values: list[float]) -> tuple[str, list[float]]:
+    return " | ".join([form] * len(values)), values
+
+
+def _speedups(context: int) -> list[float]:
+    return [speedup(_MODEL, batch, context, _PLACE) for batch in _BATCHES]
+
+
+def readme() -> Passages:
+    """The table of steps."""
+    return [
+        _row("{:.2f}", [best(_MODEL, batch, 128, _PLACE) for batch in _BATCHES]),
+        _row("{:.2f}", [oss(_MODEL, batch, 128, _PLACE) for batch in _BATCHES]),
+        _row("**{:.2f}x**", _speedups(128)),
+        ("context of 1024 tokens: {:.2f}x, {:.2f}x, {:.2f}x and {:.2f}x", _speedups(1024)),
+    ]
+
+
+def decode() -> Passages:
+    """Times, limits and the same steps on an H200."""
+    found: Passages = []
+    shares = []
+    for batch in _BATCHES:
+        busy = profile(batch, "oss_fp8", _STEPS)["busy_us"]
+        limit = sum(profile(batch, "oss_fp8", _STEPS)["limits"].values())
+        shares.append(100 * limit / busy)
+        here = (_MODEL, batch, 128, _PLACE)
+        values = [batch, best(*here), oss(*here), speedup(*here)]
+        values += [speedup(_MODEL, batch, 1024, _PLACE), busy / 1e3, limit / 1e3, shares[-1]]
+        assert summary(f"h100.decode.{_MODEL}.kernel_ms_b{batch}") == round(busy / 1e3, 4)
+        found.append(
+            ("| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.0f} % |", values)
+        )
+    steps = [oss(_MODEL, b, 128, _PLACE) / oss(_MODEL, b) for b in _BATCHES[1:]]
+    older = "h200/decode_gpt_oss_20b_vllm_scheduler"
+    kernels = [
+        (profile(batch, "oss_fp8", _STEPS)["busy_us"], profile(batch, "oss_fp8", other)["busy_us"])
+        for batch, other in ((1, f"h200/decode_{_MODEL}"), (32, older))
+    ]
+    bandwidths = [
+        load(f"{folder}/results.json")["bandwidth"] / 1e12
+        for folder in (_STEPS, f"h200/decode_{_MODEL}")
+    ]
+    return [
+        *found,
+        ("copy bandwidth, {:.2f} TB/s (H200: {:.2f} TB/s)", bandwidths),
+        ("took {:.2f}, {:.2f} and {:.2f} times", steps),
+        (
+            "took {:.2f} times as long at batch 1 (H200: {:.2f} ms",
+            [kernels[0][0] / kernels[0][1], kernels[0][1] / 1e3],
+        ),
+        ("and {:.2f} times at 32 ({:.2f} ms", [kernels[1][0] / kernels[1][1], kernels[1][1] / 1e3]),
+        ("least speed-up is {:.2f}", [min(_speedups(128) + _speedups(1024))]),
+    ]
