@@ -4,17 +4,10 @@
 A CTA of four warps takes 64 weight rows of one expert and a share of K. It asks for all their
 packed weights by TMA before it waits for w13's kernel, and unpacks the first ones meanwhile.
 
-<<<<<<< HEAD
 A product of the tensor cores has eight columns: the levels of PARTS chunks' tokens lie side by
 side, which saves their room. A thread has two neighbouring columns of the sums, so it adds what
 belongs to the chunk at hand and drops the rest. moe/gemm.py says what levels are, moe/tile.py in
 which order columns lie, moe/mxfp4.py how weights are packed.
-=======
-A product of the tensor cores has at least eight columns: with fewer than four tokens the levels of
-PARTS chunks' tokens lie side by side, which saves their room. A thread has two neighbouring columns
-of the sums, so it adds what belongs to the chunk at hand and drops the rest. moe/gemm.py says what
-levels are, moe/tile.py in which order columns lie, moe/mxfp4.py how weights are packed.
->>>>>>> 3a58812 (Notes: an output projection whose weights wait for its input did not win)
 """
 
 from __future__ import annotations
