@@ -47,13 +47,18 @@ def check_on_device(device: torch.device, name: str, tensor: torch.Tensor) -> No
         )
 
 
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as [rows, last dim]; either may be 0, and no graph is tied to the number of rows."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as [rows, last dim] with unit stride along the last; copies only if it must."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     if x.dim() == 0:
         x = x.reshape(1)
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = flat_rows(x)
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
 
 

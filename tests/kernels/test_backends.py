@@ -11,9 +11,11 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from oss_fused.bench.runner import KernelRunner, shared_operations
-from oss_fused.errors import BackendUnavailableError, ShapeMismatchError
+from oss_fused.errors import BackendUnavailableError, OssFusedError, ShapeMismatchError
 from oss_fused.kernels import op, vllm_ops
 from oss_fused.kernels.op import OPERATIONS, _kernel, available_backends, get_kernel
 
@@ -160,6 +162,32 @@ def test_backends_agree(operation, backend, case, device):
         if want.numel():
             error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9)
             assert error <= TOLERANCE.get(kind, 0.0), f"relative error {error}"
+
+
+EMPTY = [
+    pytest.param(operation, dim, backend, id=f"{operation}-{dim}-{backend}")
+    for operation, backends in shared_operations().items()
+    for dim, size in OPERATIONS[operation].contract.sizes.items()
+    # rows of caches and tables have to hold what the positions of the example name
+    if dim == "..." or (isinstance(size, int) and dim.isalpha() and dim[0].isupper() and dim != "P")
+    for backend in sorted({"torch", *backends} & {"torch", "triton", "cpu"})
+]
+
+
+@pytest.mark.parametrize(("operation", "dim", "backend"), EMPTY)
+def test_a_size_of_zero_is_empty_or_refused(operation, dim, backend, device):
+    """Results are as empty as the fake's, or an argument is named."""
+    contract = OPERATIONS[operation].contract
+    args = on(device, contract.example(**{dim: (0,) if dim == "..." else 0}))
+    try:
+        found = get_kernel(backend, operation)(*args)
+    except OssFusedError:
+        return
+    with FakeTensorMode() as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
+        wanted = getattr(torch.ops.oss_fused, operation)(*fakes)
+    found, wanted = ([r] if isinstance(r, torch.Tensor) else list(r or ()) for r in (found, wanted))
+    assert [t.shape for t in found] == [t.shape for t in wanted]
 
 
 @pytest.mark.parametrize("backend", [b for b in available_backends() if b != "torch"])

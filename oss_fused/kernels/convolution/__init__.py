@@ -40,6 +40,8 @@ def _check_window(
     ):
         if len(pair) != 2 or min(pair) < least:
             raise SchemeError(f"{name}={list(pair)}: expected two numbers of at least {least}")
+    if min(x.shape[1:]) < 1:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected IC, H and W of at least 1")
     if min(output_size(x, kernel_size, stride, padding, dilation)) < 1:
         raise ShapeMismatchError(
             f"x.shape={tuple(x.shape)}: expected an image that holds the window, "
@@ -50,6 +52,8 @@ def _check_window(
 def _check(
     x: torch.Tensor, w: torch.Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> None:
+    if not w.shape[0]:
+        raise ShapeMismatchError(f"w.shape={tuple(w.shape)}: expected OC of at least 1")
     _check_window(x, list(w.shape[2:]), stride, padding, dilation)
 
 

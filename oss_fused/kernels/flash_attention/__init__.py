@@ -55,7 +55,7 @@ def _check_options(
     scale: float,
     dropout_p: float,
 ) -> None:
-    if q.shape[1] % max(1, k.shape[1]):
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ShapeMismatchError(
             f"k.shape={tuple(k.shape)}: expected Hkv a divisor of H={q.shape[1]}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm import reference
 from oss_fused.kernels.gemm.reference import BF16, CPU_WEIGHTS, bf16_product
 
@@ -39,8 +40,8 @@ def fp8_linear(
         return reference.fp8_linear(x, weight, weight_scale, input_scale, bias)
     from oss_fused.kernels import cpu_rows
 
-    n, k = weight.shape
-    codes, scale = cpu_rows.quantize_rows(x.reshape(-1, k))
+    n = weight.shape[0]
+    codes, scale = cpu_rows.quantize_rows(flat_rows(x))
     out = cpu_rows.scale_rows(
         bf16_product(cpu_rows.decode(codes), weight), scale, weight_scale, bias
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.packed import BF16, PACKED, product
 from oss_fused.kernels.quantize.reference import quantize_rows
 
@@ -36,8 +37,8 @@ def fp8_linear(
     prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
-    n, k = weight.shape
-    codes, scale = quantize_rows(x.reshape(-1, k), input_scale)
+    n = weight.shape[0]
+    codes, scale = quantize_rows(flat_rows(x), input_scale)
     out = _scaled_product(codes.float(), weight, scale.view(-1, 1), weight_scale, bias)
     return out.to(x.dtype).view(*x.shape[:-1], n)
 

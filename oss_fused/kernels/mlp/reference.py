@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 # derivative of GELU's tanh form: sqrt(2 / pi) and the cubic coefficient
@@ -25,7 +26,7 @@ def act_mul_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of ``activation(x[..., :I]) * x[..., I:]``; see kernels/mlp."""
     product = gated(x, activation)
-    q, out_scale = quantize_rows(product.reshape(-1, product.shape[-1]), scale)
+    q, out_scale = quantize_rows(flat_rows(product), scale)
     if scale is not None:
         return q.view(product.shape), scale.clone()
     return q.view(product.shape), out_scale.view(*product.shape[:-1], 1)
@@ -47,7 +48,7 @@ def gated_mlp(
     activation_on: str,
 ) -> torch.Tensor:
     """Both projections, activation and product; see kernels/mlp for the contract."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     if gate_scale is None or up_scale is None:
         x32 = rows.float()
         gate, up = x32 @ gate_weight.float().t(), x32 @ up_weight.float().t()
@@ -90,8 +91,7 @@ def gated_mlp_backward(
     activation_on: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of ``x @ gate_weight.T`` and ``x @ up_weight.T``."""
-    rows = _wide(x).reshape(-1, x.shape[-1])
-    g = _wide(grad).reshape(rows.shape[0], -1)
+    rows, g = flat_rows(_wide(x)), flat_rows(_wide(grad))
     gate, up = rows @ _wide(gate_weight).t(), rows @ _wide(up_weight).t()
     if activation_on == "up":
         value, slope = activation_and_slope(up, activation)

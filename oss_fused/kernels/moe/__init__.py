@@ -121,6 +121,11 @@ def _check_mxfp4(
         check_shape(name, scale, (experts, n // ROW_GROUP, -(-k // CHUNK), ROW_GROUP))
 
 
+def _check_router(gate: torch.Tensor) -> None:
+    if not gate.numel():
+        raise ShapeMismatchError(f"gate.shape={tuple(gate.shape)}: expected at least one expert, H")
+
+
 def _check_fp8(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -141,7 +146,7 @@ def _check_fp8(
 
 def _check_repack(weight: torch.Tensor, scale: torch.Tensor) -> None:
     experts, rows, half = weight.shape
-    if rows % ROW_GROUP or half % (BLOCK // 2):
+    if not rows or rows % ROW_GROUP or half % (BLOCK // 2):
         raise ShapeMismatchError(
             f"weight.shape={tuple(weight.shape)}: expected [E, N, K/2] with N a multiple of "
             f"{ROW_GROUP} and K a multiple of {BLOCK}"
@@ -227,6 +232,7 @@ declare(
         "eps": Epsilon(),
     },
     {"triton": "router_norm"},
+    check=_check_router,
     example={"T": 3, "H": 64, "G": 8, "eps": 1e-5},
 )
 declare(

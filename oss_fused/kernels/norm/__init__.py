@@ -10,10 +10,19 @@ With ``write_normed=False`` the normed rows are not written and ``normed`` is em
 
 from __future__ import annotations
 
+import torch
+
+from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES
 from oss_fused.kernels.contract import Epsilon, Operand, Scale
 from oss_fused.kernels.norm import reference
 from oss_fused.kernels.op import declare
+
+
+def _check_width(x: torch.Tensor) -> None:
+    if not x.shape[-1]:
+        raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected hidden at least 1")
+
 
 declare(
     reference.add_rms_norm_quant,
@@ -25,5 +34,6 @@ declare(
         "scale": Scale(),
     },
     {"triton": "triton", "cuda": "cuda", "cpu": "cpu"},
+    check=_check_width,
     example={"...": (7,), "H": 128, "eps": 1e-5, "scale": None},
 )

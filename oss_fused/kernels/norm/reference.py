@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 
@@ -27,7 +28,7 @@ def add_rms_norm_quant(
     """Codes, scale, new residual and normed row; see kernels/norm for the contract."""
     hidden = x.clone() if residual is None else x + residual
     normed = rms_norm(hidden, weight, eps)
-    q, out_scale = quantize_rows(normed.view(-1, x.shape[-1]), scale)
+    q, out_scale = quantize_rows(flat_rows(normed), scale)
     out_scale = out_scale.view(*x.shape[:-1], 1) if scale is None else scale.clone()
     if not write_normed:
         normed = normed.new_empty(0)

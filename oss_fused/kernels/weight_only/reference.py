@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.reference import BF16, CPU_WEIGHTS, bf16_product
 
 
@@ -16,8 +17,8 @@ def weight_only_linear(
     prefetch_weights: bool = False,
 ) -> torch.Tensor:
     """``(x @ weight.T) * weight_scale.T + bias``; see kernels/weight_only for the contract."""
-    n, k = weight.shape
-    rows = x.reshape(x.shape[:-1].numel(), k)
+    n = weight.shape[0]
+    rows = flat_rows(x)
     if x.dtype == BF16 and weight.dtype in CPU_WEIGHTS:
         product = bf16_product(rows, weight).float()
     else:
