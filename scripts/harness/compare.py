@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -300,8 +301,10 @@ def _measure_group(
     keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Wait for ``servers``, ask each, and put the grid on them, alternating."""
+    # each has its own time: asking all of them in turn does not count one's wait as another's
+    while not all([server.is_healthy() for server in servers]):
+        time.sleep(0.25)
     for server in servers:
-        plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: starting")
         seconds = server.wait_until_healthy()
         plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: healthy after {seconds:.0f} s")
         arm = results["arms"].setdefault(server.name, _describe(plan, server))

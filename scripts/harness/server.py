@@ -177,20 +177,32 @@ class Server:
         Raises:
             ServerError: it ended, or the time is up; the message has the tail of its log.
         """
-        deadline = self._started + self.startup_timeout
-        while time.monotonic() < deadline:
-            self.check("before it was healthy")
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"{self.url}/health", None, 5),
-            ):
-                self.startup_seconds = time.monotonic() - self._started
-                return self.startup_seconds
+        while not self.is_healthy():
             time.sleep(0.25)
-        raise ServerError(
-            f"server {self.name}: not healthy after {self.startup_timeout:g} s "
-            f"(--startup-timeout)\n  command: {shlex.join(self.command)}\n{self.log_tail()}"
-        )
+        assert self.startup_seconds is not None
+        return self.startup_seconds
+
+    def is_healthy(self) -> bool:
+        """Whether /health has answered; the first answer sets ``startup_seconds``.
+
+        Raises:
+            ServerError: it ended, or the time is up; the message has the tail of its log.
+        """
+        if self.startup_seconds is not None:
+            return True
+        self.check("before it was healthy")
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.url}/health", None, 5),
+        ):
+            self.startup_seconds = time.monotonic() - self._started
+            return True
+        if time.monotonic() > self._started + self.startup_timeout:
+            raise ServerError(
+                f"server {self.name}: not healthy after {self.startup_timeout:g} s "
+                f"(--startup-timeout)\n  command: {shlex.join(self.command)}\n{self.log_tail()}"
+            )
+        return False
 
     def ask(self, question: str, max_tokens: int = 48) -> dict[str, Any]:
         """Ask over the OpenAI API: chat, or plain completion where chat cannot be had.

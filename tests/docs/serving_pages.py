@@ -164,8 +164,20 @@ def _busy_host() -> Passages:
     ]
 
 
+def _api_server() -> Passages:
+    loads = load("cpu/api_server.json")["loads"]
+    form = "every {:.1f}, {:.0f} and {:.0f} ms"
+    found: Passages = [(form, [each["step_ms"] for each in loads if each["arm"] == "vllm"])]
+    for label, arm in (("vLLM", "vllm"), ("oss_fp8", "oss_fp8")):
+        rates = [each["tokens_per_s"] for each in loads if each["arm"] == arm]
+        row = f"| {label} | {' | '.join(['{:.0f} / {:.0f}'] * len(rates))} |"
+        found.append((row, [each[kind] for each in rates for kind in ("streamed", "whole")]))
+    return found
+
+
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _longer() + _busy_host() + h100_pages.decode()
+    found = _served_rows(bare=False) + _longer() + _busy_host() + _api_server()
+    found += h100_pages.decode()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
