@@ -58,15 +58,10 @@ def main() -> int:
         return 1
     head = {"kind": "oss_fused.bench_api_server", "environment": fingerprint()}
     write_json(args.output, head | {"tokens": args.tokens, "loads": rows})
-    table = [
-        [
-            row["arm"],
-            str(row["requests"]),
-            *(f"{row['tokens_per_s'][k]:.0f}" for k in streaming.KINDS),
-        ]
-        + [f"{row['ratio']:.3f}"]
-        for row in rows
-    ]
+    table = []
+    for row in rows:
+        rates = [f"{row['tokens_per_s'][kind]:.0f}" for kind in streaming.KINDS]
+        table.append([row["arm"], str(row["requests"]), *rates, f"{row['ratio']:.3f}"])
     header = ["server", "requests", *(f"{kind}, tokens/s" for kind in streaming.KINDS), "ratio"]
     print(text_table(header, table), file=sys.stderr)
     return 0
