@@ -164,6 +164,8 @@ def test_backends_agree(operation, backend, case, device):
             assert error <= TOLERANCE.get(kind, 0.0), f"relative error {error}"
 
 
+# sizes that are 0 where there is nothing to do
+ROWS = ("...", "B", "M", "N", "R", "T")
 EMPTY = [
     pytest.param(operation, dim, backend, id=f"{operation}-{dim}-{backend}")
     for operation, backends in shared_operations().items()
@@ -177,6 +179,8 @@ EMPTY = [
 @pytest.mark.parametrize(("operation", "dim", "backend"), EMPTY)
 def test_a_size_of_zero_is_empty_or_refused(operation, dim, backend, device):
     """Results are as empty as the fake's, or an argument is named."""
+    if device.type == "cuda" and dim not in ROWS:
+        pytest.skip("rows of width 0 are tried under the interpreter only")
     contract = OPERATIONS[operation].contract
     args = on(device, contract.example(**{dim: (0,) if dim == "..." else 0}))
     try:
