@@ -164,6 +164,25 @@ def _busy_host() -> Passages:
     ]
 
 
+def _max_load() -> Passages:
+    results = load("h200/max_load_gpt_oss_20b/results.json")
+    arms = [each["arms"] for each in results["cells"] if each["input_len"] == 1024]
+    name = "output_throughput"
+    rates = [arm[side]["figures"][name] for arm in arms for side in ("triton", "oss_fp8")]
+    whole = results["streaming"]["oss_fp8"]["tokens_per_s"]
+    return [
+        ("Triton experts / oss_fp8 | {:.0f} / {:.0f} | {:.0f} / {:.0f} |", rates),
+        (
+            "| ratio | {:.2f} | {:.2f} | In",
+            [arm["oss_fp8"]["ratios"][name]["median"] for arm in arms],
+        ),
+        (
+            "gave {:.0f} tokens per second in 200 whole answers of 512 tokens, and {:.0f} in",
+            [whole["whole"], whole["streamed"]],
+        ),
+    ]
+
+
 def _api_server() -> Passages:
     loads = load("cpu/api_server.json")["loads"]
     form = "every {:.1f}, {:.0f} and {:.0f} ms"
@@ -176,7 +195,7 @@ def _api_server() -> Passages:
 
 
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _longer() + _busy_host() + _api_server()
+    found = _served_rows(bare=False) + _longer() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
