@@ -300,8 +300,7 @@ def flash_attention(
     if row_max.numel() == 0:
         return out, row_max, row_sum
     window = window_of(window_left, window_right, max(queries, keys))
-    options = (mask, sinks, slopes, out_scale)
-    plain = config is None and options == (None,) * 4 and not dropout_p
+    plain = config is mask is sinks is slopes is out_scale is None and not dropout_p
     if plain and window == (-1, -1) and _for_hopper(q, k, v):
         # Gluon is experimental: another Triton may lack it
         from oss_fused.kernels.flash_attention.hopper import attend
