@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import re
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,6 @@ from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDe
 from oss_fused.plugin import burst_metrics, compat
 from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.config import OssFp8Config
-from oss_fused.plugin.model_entry import ModelEntry, register_model
 from oss_fused.plugin.registration import (
     MODEL_CLASSES,
     _add_to_settings,
@@ -188,39 +185,6 @@ def test_new_gpus_and_cpus_are_accepted(kind, capability, monkeypatch):
 
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform(kind, capability or (0, 0)))
     compat.check_device()
-
-
-@pytest.mark.parametrize("architecture", MODEL_CLASSES)
-def test_a_class_supports_what_vllms_does(architecture, monkeypatch):
-    """So the registry may answer for vLLM's class, without importing ours in a process."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import registry
-    from vllm.model_executor.models.registry import _ModelInfo
-
-    if architecture != "LlamaForCausalLM":
-        # the process takes ten seconds and tells the same: one class shows it
-        monkeypatch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-    register_all()
-    entry = ModelRegistry.models[architecture]
-    ours, theirs = entry.load_model_cls(), entry.theirs.load_model_cls()
-    assert issubclass(ours, theirs) and ours is not theirs
-    # vLLM keeps the answer in a JSON file, which knows no tuples
-    told, true = entry.inspect_model_cls(), _ModelInfo.from_model_cls(ours)
-    assert json.dumps(asdict(told)) == json.dumps(asdict(true))
-    assert told.architecture == MODEL_CLASSES[architecture]
-
-
-def test_a_class_is_registered_over_itself_and_without_vllms(monkeypatch):
-    from vllm import ModelRegistry
-
-    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
-    register_all()
-    architecture = "LlamaForCausalLM"
-    theirs = ModelRegistry.models[architecture].theirs
-    register_model(architecture, "my", "Model")
-    assert ModelRegistry.models[architecture] == ModelEntry("my", "Model", theirs)
-    register_model("NewForCausalLM", "my", "Model")
-    assert ModelRegistry.models["NewForCausalLM"].class_name == "Model"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 import math
 
@@ -22,7 +21,6 @@ from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.decorator import autotune
 from oss_fused.tuning.device import load_description
-from oss_fused.tuning.identity import kernel_identity
 from oss_fused.tuning.lookup import get_cached_config
 from oss_fused.tuning.objective import KernelMetrics, Objective
 from oss_fused.tuning.prune import reason_to_skip
@@ -354,42 +352,6 @@ def test_the_key_holds_kernel_objective_and_every_dtype(tmp_path, monkeypatch):
     alone = {"dtype": [torch.float32], "kernel_fn": double, **known}
     assert get_cached_config("one", objective=memory, **alone)
     assert get_cached_config("one", objective=Objective(energy=1), **alone) is None
-
-
-def test_identity_follows_what_a_kernel_uses(monkeypatch):
-    def helper(x):
-        return x + 1
-
-    def other(x):
-        return x + 2
-
-    def kernel(x, BLOCK):
-        return used_by_kernel(x)  # noqa: F821
-
-    found = []
-    for value in (helper, other, helper):
-        monkeypatch.setitem(kernel.__globals__, "used_by_kernel", value)
-        found.append(kernel_identity(kernel))
-    assert found[0] == found[2] != found[1]
-    assert f"{kernel.__module__}.test_identity_follows" in found[0]
-
-
-def test_identity_of_what_python_did_not_define():
-    def calling(value):
-        return lambda x: value(x)
-
-    @functools.cache
-    def doubled(x):
-        return 2 * x
-
-    @functools.cache
-    def tripled(x):
-        return 3 * x
-
-    values = (len, sum, torch.exp, torch.log, doubled, tripled, [].append, dict.get, {1}.__len__)
-    assert len({kernel_identity(calling(value)) for value in values}) == len(values)
-    assert kernel_identity(calling(doubled)) == kernel_identity(calling(doubled))
-    assert kernel_identity(functools.partial(max, 1)) != kernel_identity(functools.partial(min, 1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
