@@ -149,3 +149,13 @@ def column_bits(column):
 def kept(rows, columns, threshold):
     """Whether dropout keeps an element; ``threshold`` = (share dropped) * 2**32."""
     return mix_bits(rows ^ columns).to(tl.int64) >= threshold
+
+
+@triton.jit
+def sort_keys(logits):
+    """float32 values of ``logits``, and int32 keys that order like them with NaN above all."""
+    # adding 0 turns -0 into 0, so that bits order like values
+    value = logits.to(tl.float32) + 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return value, tl.where(value == value, key, 0x7FFFFFFF)

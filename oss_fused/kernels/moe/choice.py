@@ -10,15 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def sort_keys(logits):
-    """float32 values of ``logits``, and int32 keys that order like them with NaN above all."""
-    # adding 0 turns -0 into 0, so that bits order like values
-    value = logits.to(tl.float32) + 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return value, tl.where(value == value, key, 0x7FFFFFFF)
+from oss_fused.kernels.numerics import sort_keys
 
 
 @triton.jit

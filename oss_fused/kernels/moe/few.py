@@ -206,7 +206,7 @@ def _add_parts(acc, PER: gl.constexpr):
 
 @gluon.jit
 def _keys(logits, column, EXPERTS: gl.constexpr):
-    """As sort_keys of moe/choice.py; what no expert has lies below all."""
+    """As sort_keys of kernels/numerics.py; what no expert has lies below all."""
     value = gl.load(logits + column, mask=column < EXPERTS, other=0.0).to(gl.float32) + 0.0
     bits = value.to(gl.int32, bitcast=True)
     key = gl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)

@@ -18,9 +18,9 @@ import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.moe.choice import sort_keys
 from oss_fused.kernels.moe.config import routing_block
 from oss_fused.kernels.moe.encode import Encoded, empty_codes, encode_row, encode_rows
+from oss_fused.kernels.numerics import sort_keys
 
 
 class Routing(NamedTuple):
