@@ -4,18 +4,21 @@
 vLLM spreads the head's logits over the served model's vocabulary, three times as large, and looks
 for the largest there: a fill, a scatter and a reduction in every pass of the head. The largest of
 the head's own logits is the same draft. vLLM has that as an option, which saves the gathering of
-logits between tensor-parallel ranks.
+logits between tensor-parallel ranks. On one rank it is one launch, ``greedy_tokens``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,4 +39,31 @@ def pick_from_own_vocabulary(speculator: Any) -> None:
         and speculator.acceptance_estimator is None
     ):
         speculator.use_local_argmax_reduction = True
+        if model.lm_head.tp_size == 1:
+            model.get_top_tokens = TopTokens(model, speculator.max_num_reqs)
         logger.info_once("oss_fused: drafts are picked from the draft model's own vocabulary")
+
+
+class TopTokens:
+    """The served model's ids of greedy drafts, in place of ``get_top_tokens`` of a draft model."""
+
+    def __init__(self, model: Any, most: int) -> None:
+        """Bind to the draft model, whose weights every call reads; ``most``: rows of a call."""
+        self._model, self._most = model, most
+        # scratch of greedy_tokens: made with the first drafts, since a sleeping engine may give
+        # memory of this moment back
+        self._arrivals: torch.Tensor | None = None
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Ids [T] of hidden states [T, H]; neither scale nor soft cap moves the largest logit."""
+        model, arrivals = self._model, self._arrivals
+        if arrivals is None:
+            arrivals = torch.zeros(self._most, dtype=torch.int32, device=hidden_states.device)
+            # memory of a graph is set by this graph alone
+            if not (arrivals.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._arrivals = arrivals
+        offsets = model.draft_id_to_target_id
+        logits = model.logits_processor._apply_head(model.lm_head, hidden_states, None)
+        # padding follows
+        known = logits[:, : offsets.shape[0]]
+        return cast(torch.Tensor, torch.ops.oss_fused.greedy_tokens(known, arrivals, offsets))

@@ -59,13 +59,12 @@ CALLED = {
         "shared_experts_input=0"
     ),
     f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "moe",
+    f"{_LAYERS}.logits_processor:LogitsProcessor._apply_head": "head, hidden_states, bias",
     f"{_QUANT}:register_quantization_config": "name",
     f"{_QUANT}.kv_cache:BaseKVCacheMethod": "quant_config",
     f"{_QUANT}.kv_cache:KVCacheScaleParameter": "",
     f"{_QUANT}.mxfp4:GptOssMxfp4MoEMethod": "moe",
-    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": (
-        "vocab_size, hidden_size, quant_config=0, prefix=0"
-    ),
+    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": "vocab, hidden, quant_config=0, prefix=0",
     f"{_LOADER}.reload.layerwise:_get_original_loader": "tensor",
     f"{_LOADER}.reload.layerwise:get_layerwise_info": "layer",
     f"{_LOADER}.reload.utils:get_layer_tensors": "layer",
@@ -394,7 +393,7 @@ READ = {
     ),
     f"{_WORKER}.sample.states:SamplingStates": "temperature",
     f"{_WORKER}.spec_decode.speculator:DraftModelSpeculator": (
-        "acceptance_estimator draft_logits model use_local_argmax_reduction"
+        "acceptance_estimator draft_logits max_num_reqs model use_local_argmax_reduction"
     ),
     f"{_WORKER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator": "",
 }

@@ -50,6 +50,16 @@ def test_rows_of_a_wider_tensor_and_no_rows(backend, device):
     assert run(backend, logits[:0]) == []
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_offsets_of_a_head_with_tokens_of_its_own(backend, device):
+    logits = torch.zeros(3, 9000, device=device)
+    logits[[0, 1, 2], [5, 4096, 8999]] = 1.0
+    offsets = 7 * torch.arange(9000, device=device)
+    arrivals = torch.zeros(3, dtype=torch.int32, device=device)
+    tokens = get_kernel(backend, "greedy_tokens")(logits, arrivals, offsets)
+    assert tokens.tolist() == [40, 8 * 4096, 8 * 8999]
+
+
 def test_bad_arguments(device):
     kernel = get_kernel("torch", "greedy_tokens")
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
@@ -57,3 +67,9 @@ def test_bad_arguments(device):
         kernel(torch.zeros(1, 0, device=device), zeros)
     with pytest.raises(ShapeMismatchError, match="arrivals"):
         kernel(torch.zeros(2, 3, device=device), zeros)
+    with pytest.raises(ShapeMismatchError, match="offsets"):
+        kernel(
+            torch.zeros(1, 3, device=device),
+            zeros,
+            torch.zeros(2, dtype=torch.int64, device=device),
+        )

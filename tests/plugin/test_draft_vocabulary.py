@@ -17,7 +17,7 @@ from oss_fused.plugin.drafts import pick_from_own_vocabulary
 HIDDEN, KNOWN, ALL = 8, 5, 12
 
 
-def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, **changes):
+def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, ranks=1, **changes):
     """A speculator of an EAGLE-3 head that knows ``known`` of the target's tokens."""
     generator = torch.Generator().manual_seed(0)
     model = Eagle3LlamaForCausalLM.__new__(Eagle3LlamaForCausalLM)
@@ -25,8 +25,9 @@ def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, **changes):
     model.config = SimpleNamespace(vocab_size=ALL, draft_vocab_size=known)
     weight = torch.randn(known, HIDDEN, generator=generator)
     model.lm_head = torch.nn.Identity()
-    model.lm_head.tp_size = 1
+    model.lm_head.tp_size = ranks
     model.lm_head.shard_indices = SimpleNamespace(num_org_vocab_padding=0, org_vocab_start_index=0)
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, changes.get("padding", 0)), value=9.0)
     model.lm_head.quant_method = SimpleNamespace(apply=lambda _, x, bias=None: x @ weight.T)
     processor = model.logits_processor = LogitsProcessor.__new__(LogitsProcessor)
     torch.nn.Module.__init__(processor)
@@ -37,6 +38,7 @@ def _speculator(kind=EagleSpeculator, known=KNOWN, scale=1.0, **changes):
     model.draft_id_to_target_id = offsets
     speculator = kind.__new__(kind)
     speculator.model, speculator.use_local_argmax_reduction = model, False
+    speculator.max_num_reqs = 8
     speculator.draft_logits = changes.get("logits")
     speculator.acceptance_estimator = changes.get("estimator")
     return speculator
@@ -48,14 +50,23 @@ def _drafts(speculator):
     return speculator.sample_draft(hidden, *none, speculator.draft_logits)
 
 
-def test_the_same_drafts(monkeypatch):
-    speculator = _speculator()
-    before = _drafts(speculator)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_same_drafts(padding, monkeypatch):
+    before = _drafts(_speculator())
+    speculator = _speculator(padding=padding)
     pick_from_own_vocabulary(speculator)
     assert speculator.use_local_argmax_reduction
     monkeypatch.setattr(Eagle3LlamaForCausalLM, "compute_logits", None)
-    assert torch.equal(_drafts(speculator), before)
+    for _ in range(2):
+        assert torch.equal(_drafts(speculator), before)
     assert len(before.unique()) > 1 and set(before.tolist()) <= {1, 4, 5, 9, 11}
+
+
+def test_ranks_that_share_the_head_compare_as_in_vllm():
+    speculator = _speculator(ranks=2)
+    pick_from_own_vocabulary(speculator)
+    assert speculator.use_local_argmax_reduction
+    assert "get_top_tokens" not in vars(speculator.model)
 
 
 @pytest.mark.parametrize(

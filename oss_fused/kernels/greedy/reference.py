@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 
 
-def greedy_tokens(logits: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
+def greedy_tokens(
+    logits: torch.Tensor, arrivals: torch.Tensor, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """See kernels/greedy for the contract."""
     if logits.shape[0] == 0:
         return logits.new_empty(0, dtype=torch.int64)
@@ -14,4 +16,5 @@ def greedy_tokens(logits: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
     hit = torch.where(best.isnan(), logits.isnan(), logits == best)
     # of equal integers argmax may return any
     places = torch.arange(logits.shape[1], 0, -1, device=logits.device)
-    return torch.where(hit, places, 0).argmax(1)
+    tokens = torch.where(hit, places, 0).argmax(1)
+    return tokens if offsets is None else tokens + offsets[tokens]

@@ -21,7 +21,16 @@ _BLOCK = 4096
 
 @triton.jit(do_not_specialize=["columns", "parts"])
 def _greedy_kernel(
-    logits, best, arrivals, tokens, columns, parts, stride, BLOCK: tl.constexpr, PARTS: tl.constexpr
+    logits,
+    best,
+    arrivals,
+    offsets,
+    tokens,
+    columns,
+    parts,
+    stride,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -49,10 +58,15 @@ def _greedy_kernel(
             other=-9223372036854775808,
             cache_modifier=".cg",
         )
-        tl.store(tokens + row, 0x7FFFFFFF - (tl.max(found, 0) & 0x7FFFFFFF))
+        token = 0x7FFFFFFF - (tl.max(found, 0) & 0x7FFFFFFF)
+        if offsets is not None:
+            token += tl.load(offsets + token)
+        tl.store(tokens + row, token)
 
 
-def greedy_tokens(logits: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
+def greedy_tokens(
+    logits: torch.Tensor, arrivals: torch.Tensor, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """The likeliest tokens; see kernels/greedy for the contract."""
     rows, columns = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -64,6 +78,7 @@ def greedy_tokens(logits: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
         logits,
         best,
         arrivals,
+        offsets,
         tokens,
         columns,
         parts,
