@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
+
 from oss_fused.kernels.integers import next_power_of_2
 
 # 64 float32 values in each of 512 threads; more would spill
@@ -21,6 +24,19 @@ class RowTiles(NamedTuple):
     block: int
     whole: bool
     warps: int
+
+    def even(self, rows: int, columns: int) -> bool:
+        """Whether tiles of whole rows cover a matrix and nothing beyond it."""
+        return self.whole and self.block == columns and rows % self.rows == 0
+
+
+@triton.jit
+def inside(in_rows, cols, n_cols, EVEN: tl.constexpr):
+    """Where a tile lies in the matrix; EVEN: everywhere, so that no mask is compiled."""
+    mask = in_rows & (cols < n_cols)
+    if EVEN:
+        mask = tl.full(mask.shape, True, tl.int1)
+    return mask
 
 
 def row_tiles(columns: int, whole: bool, pairs: bool = False) -> RowTiles:

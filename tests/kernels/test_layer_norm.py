@@ -39,7 +39,7 @@ def wanted_norm(x, weight, bias):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 100), (200, 7), (2, 9000)])
+@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 100), (200, 7), (2, 4096), (2, 9000)])
 def test_equal_to_pytorch(method, dtype, shape, device):
     x, weight, bias = inputs(*shape, dtype=dtype, device=device)
     for pair in ((weight, bias), (None, None)):

@@ -59,6 +59,14 @@ def test_codes_are_those_of_the_normed_row(device):
     assert torch.equal(q.view(torch.uint8), again.view(torch.uint8))
 
 
+def test_a_row_has_the_same_bits_in_batches_that_stream(device):
+    x, r, w = inputs(1026, 40, torch.bfloat16, device)
+    many = run("triton", x, r, w, EPS, None)
+    few = run("triton", x[1020:], r[1020:], w, EPS, None)
+    for ours, theirs in zip(many, few):
+        assert torch.equal(ours[1020:].view(torch.uint8), theirs.view(torch.uint8))
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_rows_are_nan_after_dequantisation(backend, bad, device):

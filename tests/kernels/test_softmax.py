@@ -35,7 +35,7 @@ def assert_softmax(x, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 100), (200, 7), (2, 9000)])
+@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 100), (200, 7), (2, 4096), (2, 9000)])
 def test_equal_to_pytorch(method, dtype, shape, device):
     assert_softmax(normal(*shape, dtype=dtype, device=device) * 3, method)
 

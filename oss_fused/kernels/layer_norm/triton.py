@@ -18,7 +18,7 @@ from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import column_bits, kept, round_to, row_bits
 from oss_fused.kernels.random_mask import drop_threshold, fold_seed
-from oss_fused.kernels.rows import row_tiles
+from oss_fused.kernels.rows import inside, row_tiles
 
 
 class _Dropout(NamedTuple):
@@ -30,8 +30,8 @@ class _Dropout(NamedTuple):
 
 
 @triton.jit
-def _tile(x, row, in_rows, cols, stride_x, n_cols):
-    mask = in_rows & (cols < n_cols)
+def _tile(x, row, in_rows, cols, stride_x, n_cols, EVEN: tl.constexpr = False):
+    mask = inside(in_rows, cols, n_cols, EVEN)
     tile = tl.load(x + row * stride_x + cols, mask=mask, other=0.0, eviction_policy="evict_first")
     return tile.to(tl.float32), mask
 
@@ -71,11 +71,11 @@ def _row_stats(x, row, in_rows, lane, stride_x, n_cols, ROWS, BLOCK, WELFORD: tl
 
 
 @triton.jit
-def _of_columns(values, cols, n_cols):
+def _of_columns(values, cols, n_cols, EVEN: tl.constexpr = False):
     """Weight or bias of a tile's columns, or None."""
     found = None
     if values is not None:
-        found = tl.load(values + cols, mask=cols < n_cols, other=0.0)
+        found = tl.load(values + cols, mask=inside(cols >= 0, cols, n_cols, EVEN), other=0.0)
     return found
 
 
@@ -111,6 +111,7 @@ def _layer_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     WELFORD: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
@@ -121,11 +122,11 @@ def _layer_norm_kernel(
     in_rows = row < rows
     lane = tl.arange(0, BLOCK)[None, :]
     if WHOLE:
-        wide, mask = _tile(x, row, in_rows, lane, stride_x, n_cols)
+        wide, mask = _tile(x, row, in_rows, lane, stride_x, n_cols, EVEN)
         if out is not None:
             # on their way during the reductions
-            gain = _of_columns(weight, lane, n_cols)
-            shift = _of_columns(bias, lane, n_cols)
+            gain = _of_columns(weight, lane, n_cols, EVEN)
+            shift = _of_columns(bias, lane, n_cols, EVEN)
         mean, squares = _stats_of(wide, mask, n_cols)
         var = squares / n_cols
     else:
@@ -184,6 +185,7 @@ def _launch(
         ROWS=tiles.rows,
         BLOCK=tiles.block,
         WHOLE=tiles.whole,
+        EVEN=tiles.even(n_rows, n_cols),
         WELFORD=method == "welford",
         DROPOUT=p > 0,
         num_warps=tiles.warps,

