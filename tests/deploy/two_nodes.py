@@ -7,10 +7,10 @@
 Serves oss_fp8 on one node, then over two (nodes.py) through vLLM's ``--nnodes 2``, with tensor
 and with pipeline parallel size 2; on GPUs also data parallel size 2 with expert parallelism on
 one node, and, with Ray on the path, tensor parallel size 2 over a Ray cluster. All must agree
-with one rank within the tolerance of parallel.py, and two nodes with one of the same layout. Over
-two nodes (with --together in the first such layout) it kills the second node's worker, expects
-the server to end, starts both again and expects the answer of before. Last it takes the time per
-token of each. With --ray (and Ray on the path) it records what vLLM's CPU build says to a Ray
+with one rank within the tolerance of parallel.py, and two nodes with one of the same layout. It
+takes the time per token of each. Over two nodes (with --together in the first such layout) it then
+kills the second node's worker, expects the server to end, starts both again and expects the answer
+of before. With --ray (and Ray on the path) it records what vLLM's CPU build says to a Ray
 cluster over both nodes.
 REPORT is written after every step. Run it as root.
 Exit codes: 0 all agree, 1 otherwise.
@@ -177,19 +177,13 @@ class Run:
             took.append(time.monotonic() - start)
         return (took[1] - took[0]) / (LONG - SHORT)
 
-    def times(
-        self,
-        names: Sequence[str],
-        key: str,
-        batches: Sequence[int] = BATCHES,
-        keep: float = 0,
-    ) -> None:
+    def times(self, names: Sequence[str], key: str) -> None:
         """Milliseconds per token of each server, in turns; the first turn is a warm-up."""
-        for batch in batches:
+        for batch in BATCHES:
             seen: dict[str, list[float]] = {name: [] for name in names}
             for turn in range(REPEATS + 1):
                 for name in names:
-                    if self.left() > keep and "no_times" not in self.layouts[name]:
+                    if self.left() > 0 and "no_times" not in self.layouts[name]:
                         value = self.seconds_per_token(name, batch)
                         seen[name] += [round(1e3 * value, 4)] * bool(turn and value)
             for name, values in seen.items():
@@ -200,49 +194,49 @@ class Run:
 
 
 def fail_over(run: Run, name: str) -> bool:
-    """Kill the second node's worker of ``name`` and start both nodes again."""
+    """Kill the second node's worker of ``name``, start both nodes again and ask them once more.
+
+    No other server is up meanwhile. Whether the server ended, and gave the answer of before.
+    """
+    run.stop(*run.up.keys() - {name})
     run.say(name, worker_killed=run.up[name].kill_worker())
     run.stop(name)
     run.start(name)
-    return run.layouts[name]["worker_killed"]["exit_status"] is not None
+    deployment = run.up[name]
+    if not run.wait([name], 0):
+        return False
+    seconds = round(time.monotonic() - deployment.started, 1)
+    same = run.ask(name) == run.answers[name]
+    run.say(name, restart_seconds=seconds, same_answer=same)
+    return same and run.layouts[name]["worker_killed"]["exit_status"] is not None
 
 
 def serve(run: Run) -> bool:
     """All layouts; whether all answered and agree."""
     groups = [run.args.layouts] if run.args.together else [[name] for name in run.args.layouts]
-    killed = [name for name in run.args.layouts if LAYOUTS[name][0] > 1 and name != RAY]
-    killed = killed[: 1 if run.args.together else None]
     good = True
     for group in groups:
         for name in group:
             run.start(name)
-        waiting, ready, again = list(group), [], None
+        waiting, ready = list(group), []
         while healthy := run.wait(waiting, run.args.reserve):
             name = healthy[0]
+            waiting.remove(name)
             deployment = run.up[name]
             seconds = round(time.monotonic() - deployment.started, 1)
             answers = run.ask(name)
             if answers is None:
-                waiting.remove(name)
                 continue
-            if name == again:
-                run.say(name, restart_seconds=seconds, same_answer=answers == run.answers[name])
-                good &= answers == run.answers[name]
-            else:
-                run.answers[name] = answers
-                tokens = [tokens for tokens, _ in answers]
-                told = {"startup_seconds": seconds, "nccl_channels": deployment.channels()}
-                run.say(name, tokens=tokens, **told)
-                run.compare()
-                if name in killed and run.left() > run.args.reserve:
-                    if run.args.together:
-                        run.times([name], "ms_per_token_while_others_start", (1,), run.args.reserve)
-                    again = name
-                    good &= fail_over(run, name)
-                    continue
-            waiting.remove(name)
+            run.answers[name] = answers
+            tokens = [tokens for tokens, _ in answers]
+            told = {"startup_seconds": seconds, "nccl_channels": deployment.channels()}
+            run.say(name, tokens=tokens, **told)
+            run.compare()
             ready.append(name)
         run.times(ready, "ms_per_token")
+        killed = [name for name in ready if LAYOUTS[name][0] > 1 and name != RAY]
+        if killed:
+            good &= fail_over(run, killed[0])
         run.stop(*run.up)
     told = [item for entry in run.layouts.values() for item in entry.items()]
     agree = all(value["agrees"] for key, value in told if key.startswith("distance"))
@@ -253,8 +247,7 @@ def ratio(layouts: dict[str, dict[str, Any]]) -> float | None:
     """Time per token of one request, two nodes over one, both with tensor parallel size 2."""
     found = []
     for name in ("two_nodes_tp2", "tp2"):
-        entry = layouts.get(name, {})
-        times = entry.get("ms_per_token") or entry.get("ms_per_token_while_others_start") or {}
+        times = layouts.get(name, {}).get("ms_per_token", {})
         found.append(times.get("batch_1", {}).get("median"))
     return round(found[0] / found[1], 4) if all(found) else None
 
@@ -335,7 +328,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--together", action="store_true", help="all servers at once")
     parser.add_argument("--seconds", type=float, default=3600, help="for all (default: 3600)")
-    parser.add_argument("--reserve", type=float, default=20, help="of them, for the times")
+    parser.add_argument("--reserve", type=float, default=20, help="of them, for times and restart")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' logs")
     parser.add_argument("--summary", type=Path, help="flat JSON to merge the ratio into")
     parser.add_argument("--ray", action="store_true", help="what vLLM's CPU build says to Ray")
