@@ -56,7 +56,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr):
-    """e4m3 -> float16 or bfloat16, exact; for a GPU.
+    """e4m3 or e5m2 -> float16 or bfloat16, exact; for a GPU.
 
     By float16, which hardware converts in pairs, and float32, whose upper half is the bfloat16: the
     conversion of float32 to bfloat16 has a quarter of the throughput of a byte permutation.

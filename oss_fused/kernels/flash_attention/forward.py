@@ -5,6 +5,7 @@ Axis 0 of the grid counts batch times heads, axis 1 blocks of queries, axis 2 ti
 where a head of v is larger than 128. A CTA holds its queries and walks over the keys that they
 see: a block at the edge of what they see is masked, those between are not. Exponentials are powers
 of two: log2(e) is folded into the scale. Every option is a constexpr: what is off is not compiled.
+FP8 operands are read as codes, and become numbers of the product's dtype in registers.
 
 On Hopper hopper.py takes halves without options; ``_for_hopper`` is the rule.
 """
@@ -22,7 +23,6 @@ from oss_fused.kernels.flash_attention.reference import product_dtype
 from oss_fused.kernels.flash_attention.tile import (
     LN2,
     LOG2E,
-    Rows,
     Tiles,
     as_operand,
     bias_and_hide,
@@ -220,11 +220,17 @@ def _flash_attention_kernel(
 
 
 def _tiles(
-    device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, masked: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    masked: bool = False,
+    codes: bool = False,
 ) -> Tiles:
     """The tile of a head size: as many keys in flight as shared memory holds, up to three.
 
-    A mask's bytes are in flight with the keys.
+    A mask's bytes are in flight with the keys. ``codes``: some operand is FP8; its tiles pass
+    registers, which 128 keys of 128 values would spill.
     """
     if device.type != "cuda":
         return Tiles(32, 32, 4, 1)
@@ -238,7 +244,7 @@ def _tiles(
     key = 2 * (head_block(dim) + head_block(dim_v)) + 128 * masked
     held = 128 * head_block(dim) * dtype.itemsize
     # heads of 64: 439 TFLOPS on an H200, 370 with 128 keys
-    block_n = 128 if key > 256 else 64
+    block_n = 128 if key > 256 and not codes else 64
     stages = (shared_memory(device) - held) // (block_n * key)
     if stages < 2:
         block_n = 64
@@ -248,15 +254,26 @@ def _tiles(
     return Tiles(128, block_n, 8, min(3, stages))
 
 
-def _operand(t: torch.Tensor) -> Rows:
-    """``t`` as an argument; on a GPU FP8 codes as bfloat16, exact.
+def _has_codes(*operands: torch.Tensor) -> bool:
+    return any(t.dtype.itemsize == 1 for t in operands)
 
-    Triton 3.6 compiles the kernel's own conversion of codes wrongly for sm_90: with tiles of keys
-    in FP8 results are off by a third, or reads leave the tensor.
+
+_Scale = torch.Tensor | None
+
+
+def _scaled(
+    q: torch.Tensor, q_scale: _Scale, k_scale: _Scale
+) -> tuple[torch.Tensor, _Scale, _Scale]:
+    """``q`` and its scales; where a head takes several tiles, ``q`` times them and no scale.
+
+    The kernel scales the tile of queries that it holds, and reads the others again for each key.
     """
-    if t.is_cuda and t.dtype.itemsize == 1:
-        t = t.to(torch.bfloat16)
-    return rows_of(t)
+    if head_tiles(q.shape[3]) == 1 or q_scale is k_scale is None:
+        return q, q_scale, k_scale
+    wide = q.float()
+    for scale in (q_scale, k_scale):
+        wide = wide if scale is None else wide * scale
+    return wide.to(product_dtype(q)), None, None
 
 
 # queries from which on heads of 64 values take hopper.py: its tiles have 192 queries for them, and
@@ -292,8 +309,7 @@ def flash_attention(
 
     ``config`` is the tuner's: what ``_tiles`` would return.
     """
-    batch, heads, queries, dim = q.shape
-    keys, dim_v = v.shape[2:]
+    (batch, heads, queries, dim), (keys, dim_v) = q.shape, v.shape[2:]
     dtype = product_dtype(q)
     out = q.new_empty((*q.shape[:3], dim_v), dtype=dtype if out_scale is None else FP8)
     row_max, row_sum = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
@@ -307,11 +323,12 @@ def flash_attention(
 
         attend(q, k, v, out, row_max, row_sum, scale, causal)
         return out, row_max, row_sum
-    tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None)
+    q, q_scale, k_scale = _scaled(q, q_scale, k_scale)
+    tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None, _has_codes(q, k, v))
     columns = (head_block(dim), head_block(dim_v))
     shape = program(q, v, mask, slopes, causal, window, dropout_p, columns)
     _flash_attention_kernel[(batch * heads, cdiv(queries, tiles.block_m), head_tiles(dim_v))](
-        *map(_operand, (q, k, v)),
+        *map(rows_of, (q, k, v)),
         mask_rows(mask, heads),
         sinks,
         slopes,

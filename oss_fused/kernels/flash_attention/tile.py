@@ -20,6 +20,7 @@ from oss_fused.kernels.numerics import (
     kept,
     round_to,
     row_bits,
+    widened,
 )
 from oss_fused.kernels.random_mask import drop_threshold, fold_seed
 
@@ -81,6 +82,21 @@ class Program(NamedTuple):
 
 
 @triton.jit
+def _wide(tile, DTYPE: tl.constexpr):
+    """Values in DTYPE, which holds FP8 codes exactly."""
+    if tile.dtype.primitive_bitwidth > 8:
+        return tile.to(DTYPE)
+    elif INTERPRETED and tile.dtype == tl.float8e4nv:
+        return from_fp8(tile).to(DTYPE)
+    elif INTERPRETED:
+        # e5m2 is the upper byte of a float16; the interpreter loses its Inf and NaN
+        half = tile.to(tl.uint8, bitcast=True).to(tl.int16) << 8
+        return half.to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        return widened(tile, DTYPE).to(DTYPE)
+
+
+@triton.jit
 def load_tile(
     strip,
     first,
@@ -110,10 +126,7 @@ def load_tile(
         tile = tl.load(pointers, mask=first + row < rows, other=0.0)
     else:
         tile = tl.load(pointers)
-    if tile.dtype == tl.float8e4nv:
-        return from_fp8(tile).to(DTYPE)
-    else:
-        return tile.to(DTYPE)
+    return _wide(tile, DTYPE)
 
 
 @triton.jit
