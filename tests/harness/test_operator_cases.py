@@ -65,7 +65,7 @@ def test_figures_and_lines_of_convolution():
         convolution("oss_fused", "nhwc", 0.1, "wrong"),
     ]
     assert convolution_cases.figures(rows) == {
-        "operators.conv.vs_cudnn_min": 0.8,
+        "operators.conv.vs_cudnn_min": 0.3,
         "operators.conv.fused_bytes_saved": 0.6,
     }
     assert convolution_cases.figures(ROWS) == {}
