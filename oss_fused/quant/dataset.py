@@ -70,7 +70,7 @@ def load_samples(
     """
     path = Path(path)
     try:
-        text = python_text() if str(path) == PYTHON else _read(path).decode()
+        text = python_text() if str(path) == PYTHON else _read(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DatasetError(f"--dataset={str(path)!r}: expected UTF-8 text: {error}") from None
     if not text.strip():
@@ -97,7 +97,8 @@ def _read(path: Path) -> bytes:
 
 def _rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # not splitlines(): JSON strings may hold U+2028, U+0085 and others that it takes for line ends
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -48,6 +48,20 @@ def test_json_lines_with_text_and_messages(tmp_path: Path, tokenizer) -> None:
     assert texts == ["hello wor", "user: hi\n"]
 
 
+def test_json_lines_end_at_newlines_only(tmp_path: Path, tokenizer) -> None:
+    # JSON allows these in strings, and json.dumps(ensure_ascii=False) keeps them
+    text = "a\u2028b\u2029c\x85d"
+    lines = [json.dumps({"text": text}, ensure_ascii=False)] * 2
+    path = write(tmp_path, "a.jsonl", "\r\n".join(lines))
+    assert len(load_samples(path, tokenizer, 5, 20, 0)) == 2
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "hello"}\n')
+    assert tokenizer.decode(load_samples(path, tokenizer, 5, 20, 0)[0]) == "hello"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
