@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.arguments import output_folder
 from harness.comprehensive_report import Findings, kernel_summary, make_report
 from harness.model_graph import NAMED, Phase, load_config, meta_model, phase_graph
 from harness.model_report import Analysed, groups
@@ -56,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--suite", type=Path, default=suite, help="JSON of bench_library.py: roofs, kernel times")
     add("--accuracy", type=Path, default=accuracy, help="JSON of measure_smollm2.py")
     add("--history", type=Path, default=RESULTS / "h200/history.json", help="JSON of earlier runs")
-    add("--output", type=Path, default=Path("reports"), help="folder (default: reports)")
+    add("--output", type=output_folder, default=Path("reports"), help="folder (default: reports)")
     args = parser.parse_args(argv)
     for name in ("tokens", "batch", "world_size"):
         if getattr(args, name) < 1:

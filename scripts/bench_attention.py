@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from harness.arguments import output_file
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (128, 1024, 4096, 8192, 32768)
@@ -32,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens that are cached"

@@ -20,6 +20,8 @@ import signal
 import sys
 from pathlib import Path
 
+from harness.arguments import output_folder
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="folder for the files above")
+    parser.add_argument("--output", type=output_folder, help="folder for the files above")
     parser.add_argument("--summary", type=Path, help="summary.json to merge the figures into")
     parser.add_argument("--groups", nargs="*", default=[], help="groups to run (default: all)")
     parser.add_argument("--contains", default="", help="only cases whose name contains this text")

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from harness.arguments import output_folder
 from harness.tuning_figures import (
     host_overhead,
     matmul_steps,
@@ -55,7 +56,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
+    parser.add_argument(
+        "--output", type=output_folder, required=True, help="folder of the JSON files"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"

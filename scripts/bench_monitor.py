@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import writable
 from harness.compare import check_model
 from harness.compare_options import positive
-from harness.folder import writable
 
 NEVER = 10**9
 PROMPT = 64

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import output_file
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PARTS = ("rows", "attention", "convolution", "teaching")
@@ -27,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
     )

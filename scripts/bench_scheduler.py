@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.folder import writable
+from harness.arguments import writable
 from harness.model_factory import get_shape, make_model
 
 from oss_fused.bench.report import text_table

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from harness.arguments import output_file
 from harness.regression import Thresholds, append_history, compare_results, load_results
 from harness.regression_report import make_report, trend_chart
 
@@ -35,9 +36,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     bars.add_argument("--baseline", type=Path, help="earlier result file to compare with")
     parser.add_argument("--results", type=Path, help="result file to check (default: measure)")
     parser.add_argument("--adapt", action="store_true", help="write better times back as bars")
-    parser.add_argument("--history", type=Path, help="JSON file that keeps the last 100 runs")
-    parser.add_argument("--plot", type=Path, help="PNG of the trend; needs --history")
-    parser.add_argument("--markdown", type=Path, help="write the table as Markdown")
+    parser.add_argument(
+        "--history", type=output_file, help="JSON file that keeps the last 100 runs"
+    )
+    parser.add_argument("--plot", type=output_file, help="PNG of the trend; needs --history")
+    parser.add_argument("--markdown", type=output_file, help="write the table as Markdown")
     args = parser.parse_args(argv)
     if args.plot and not args.history:
         parser.error("--plot: needs --history")

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare, compare_report, streaming, summary
+from harness.arguments import writable
 from harness.compare_options import make_parser
-from harness.folder import writable
 from harness.processes import Terminated, signals_as_exceptions
 from harness.server import Server
 

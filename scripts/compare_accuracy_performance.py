@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from harness.arguments import output_folder
 from harness.comprehensive_report import OURS, kernel_summary
 from harness.dashboard import DASHBOARD, alerts
 
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("reports"), help="folder")
+    parser.add_argument("--output", type=output_folder, default=Path("reports"), help="folder")
     parser.add_argument("--baseline", type=Path, help="accuracy_performance.json to compare with")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="default: cuda if there is one, else cpu")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.arguments import output_file
+
 from oss_fused.bench.counters import REMEDIES, count
 from oss_fused.bench.report import text_table
 from oss_fused.environment import fingerprint
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernel", default="", help="regular expression of kernel names")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=output_file, help="JSON file to write")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="program and arguments")
     args = parser.parse_args(argv)
     try:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness.arguments import output_file
+
 from oss_fused.environment import fingerprint
 from oss_fused.files import write_json
 from oss_fused.plugin.compat import check_hooks, vllm_package
@@ -48,7 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="and compare log-probabilities with those that calibrate.py kept in the checkpoint",
     )
     add("--hooks", action="store_true", help="print every hook of vLLM and whether it fits")
-    add("--json", type=Path, metavar="FILE", help="write the checks and the environment here")
+    add(
+        "--json", type=output_file, metavar="FILE", help="write the checks and the environment here"
+    )
     return parser
 
 

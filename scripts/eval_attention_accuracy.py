@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import attention_accuracy, attention_regression
+from harness.arguments import output_file
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -55,14 +56,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--group-candidates", type=_sizes, default=candidates, help="such as 4,8 (default: to 64)")
     add("--plot", action="store_true", help="histograms as PNG beside the JSON")
     output = Path("reports/attention_accuracy.json")
-    add("--output", type=Path, default=output, help="JSON file to write (default: %(default)s)")
+    add(
+        "--output",
+        type=output_file,
+        default=output,
+        help="JSON file to write (default: %(default)s)",
+    )
     control = parser.add_argument_group("regression control, with --fp8")
     control.add_argument("--fp8-p99-threshold", type=float, help="default 3e-2")
     control.add_argument("--fp8-clip-threshold", type=float, help="default 0.03")
     control.add_argument("--thresholds", type=Path, help="JSON file that overrides the defaults")
-    control.add_argument("--summary", type=Path, help="summary.json that takes the p99 difference")
-    control.add_argument("--trend", type=Path, help="JSON file that keeps the last 100 runs")
-    control.add_argument("--markdown", type=Path, help="report to write; needs --trend")
+    control.add_argument(
+        "--summary", type=output_file, help="summary.json that takes the p99 difference"
+    )
+    control.add_argument("--trend", type=output_file, help="JSON file that keeps the last 100 runs")
+    control.add_argument("--markdown", type=output_file, help="report to write; needs --trend")
     control.add_argument(
         "--write-adaptive-thresholds",
         action="store_true",

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import evaluate, summary
+from harness.arguments import writable
 from harness.compare import Arm, check_model, parse_arm
-from harness.folder import writable
 from harness.needle import make_needles
 from harness.processes import Terminated
 from harness.quality_report import add_quality

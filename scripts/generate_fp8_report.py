@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import attention_regression
+from harness.arguments import output_folder
 
 from oss_fused.bench.report import Report
 
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("accuracy", type=Path, help="JSON file of eval_attention_accuracy.py")
     parser.add_argument("--trend", type=Path, help="its trend")
     parser.add_argument("--thresholds", type=Path, help="its limits")
-    parser.add_argument("--output", type=Path, default=Path("reports"), help="folder")
+    parser.add_argument("--output", type=output_folder, default=Path("reports"), help="folder")
     args = parser.parse_args(argv)
     try:
         results = json.loads(args.accuracy.read_text())

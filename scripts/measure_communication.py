@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import collective_bytes
+from harness.arguments import output_file
 from harness.compare_options import positive
 from harness.summary import merge_summary
 
@@ -32,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--summary", type=Path, help="summary.json to merge the figure into")
+    parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
+    parser.add_argument("--summary", type=output_file, help="summary.json to merge the figure into")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="processes")
     sizes = [2**20, 2**24]
     parser.add_argument(

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from harness import finetune, summary
+from harness.arguments import output_file, output_folder
 from harness.tiny_gpt_oss import Training, token_table, train_tiny
 
 from oss_fused.bench.report import text_table
@@ -84,10 +85,14 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--work", type=Path, required=True, help="folder for texts and checkpoints")
+    add("--work", type=output_folder, required=True, help="folder for texts and checkpoints")
     output = ROOT / "docs/results/cpu/finetune_mxfp4.json"
-    add("--output", type=Path, default=output, help="JSON file to write")
-    add("--summary", type=Path, help="summary.json to add finetune.tiny.* to, with both models")
+    add("--output", type=output_file, default=output, help="JSON file to write")
+    add(
+        "--summary",
+        type=output_file,
+        help="summary.json to add finetune.tiny.* to, with both models",
+    )
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="default: both")
     add("--steps", type=int, default=40, help="of fine-tuning (default: 40)")
     add("--batch", type=int, default=4, help="windows of 512 bytes a step (default: 4)")

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness.arguments import output_file
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout (default: this one)")
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    parser.add_argument("--summary", type=Path, help="summary.json to add house.* to")
+    parser.add_argument("--output", type=output_file, help="JSON to write")
+    parser.add_argument("--summary", type=output_file, help="summary.json to add house.* to")
     args = parser.parse_args(argv)
     if not (args.tree / PACKAGE / "__init__.py").is_file():
         print(f"measure_house: --tree={args.tree}: expected a checkout", file=sys.stderr)

@@ -27,6 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import output_file
+
 from oss_fused.environment import fingerprint, portable
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
@@ -162,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("model", type=Path, help="folder of the checkpoint")
-    add("--output", type=Path, required=True, metavar="JSON", help="file to write")
+    add("--output", type=output_file, required=True, metavar="JSON", help="file to write")
     add("--kills", type=int, default=10, help="in a row (default: 10)")
     add("--apart", type=int, default=10, help="runs killed once (default: 10)")
     add("--seed", type=int, default=0, help="of the moments (default: 0)")

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from harness import summary, texts
+from harness.arguments import output_file, output_folder
 
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
@@ -48,13 +49,13 @@ def main() -> int:
     add = parser.add_argument
     model, results = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "docs/results"
     add("--model", type=Path, default=model, help="made by make_smollm2.py")
-    add("--work", type=Path, required=True, help="folder for texts and checkpoints")
+    add("--work", type=output_folder, required=True, help="folder for texts and checkpoints")
     add("--samples", type=int, default=64, help="calibration samples (default: 64)")
     add("--max-tokens", type=int, default=20480, help="of each text (default: 20480)")
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="to compare (default: all)")
     output, summary = results / "cpu/smollm2_accuracy.json", results / "h200/summary.json"
-    add("--output", type=Path, default=output, help="JSON file to write")
-    add("--summary", type=Path, default=summary, help="summary.json to merge figures into")
+    add("--output", type=output_file, default=output, help="JSON file to write")
+    add("--summary", type=output_file, default=summary, help="summary.json to merge figures into")
     args = parser.parse_args()
     try:
         texts.write_texts(args.work / "texts")

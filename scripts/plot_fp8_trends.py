@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.arguments import output_file
 from harness.attention_regression import load_trend, trend_chart
 
 
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("trend", type=Path, help="JSON file of eval_attention_accuracy.py --trend")
     output = Path("reports/fp8_trends.png")
-    parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
+    parser.add_argument("--output", type=output_file, default=output, help="default: %(default)s")
     args = parser.parse_args(argv)
     try:
         runs = load_trend(args.trend)

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
+from harness.arguments import output_file
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 
@@ -44,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, default=1024, metavar="N", help="tokens (default: 1024)")
     add("--serve-flags", type=shlex.split, default=[], metavar="FLAGS", help="as one word")
     add("--seed", type=int, default=0, help="of the mix (default: 0)")
-    add("--output", type=Path, required=True, metavar="FILE", help="JSON of everything seen")
-    add("--summary", type=Path, metavar="FILE", help="flat JSON to merge soak.* into")
+    add("--output", type=output_file, required=True, metavar="FILE", help="JSON of everything seen")
+    add("--summary", type=output_file, metavar="FILE", help="flat JSON to merge soak.* into")
     return parser
 
 

@@ -23,6 +23,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.arguments import output_file, output_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TUTORIAL = ROOT / "docs" / "tutorial"
@@ -51,11 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("chapters", nargs="*", help="beginnings of names (default: all)")
     record = ROOT / "results" / "tutorial"
-    parser.add_argument("--record", type=Path, default=record, help="folder of what chapters show")
+    parser.add_argument(
+        "--record", type=output_folder, default=record, help="folder of what chapters show"
+    )
     parser.add_argument("--changed", action="store_true", help="skip what is recorded already")
     parser.add_argument("--count", action="store_true", help="run nothing")
-    parser.add_argument("--output", type=Path, help="JSON of the counts to write")
-    parser.add_argument("--summary", type=Path, help="summary.json to add tutorial.* to")
+    parser.add_argument("--output", type=output_file, help="JSON of the counts to write")
+    parser.add_argument("--summary", type=output_file, help="summary.json to add tutorial.* to")
     args = parser.parse_args(argv)
     if args.summary and not args.output:
         parser.error("--summary needs --output, the file that it names as the source")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness.arguments import output_file
 from harness.summary import merge_summary
 
 from oss_fused.files import write_json
@@ -38,9 +39,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", nargs="?", type=Path, metavar="FOLDER", help="package vllm (default: installed)")
-    add("--output", type=Path, metavar="FILE", help="write the signatures here")
+    add("--output", type=output_file, metavar="FILE", help="write the signatures here")
     add("--against", type=Path, metavar="FILE", help="recorded signatures (default: the newest)")
-    add("--summary", type=Path, metavar="FILE", help="summary.json to add compat.vllm_releases to")
+    add(
+        "--summary",
+        type=output_file,
+        metavar="FILE",
+        help="summary.json to add compat.vllm_releases to",
+    )
     return parser
 
 

@@ -53,17 +53,6 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         raise
 
 
-def writable(path: Path) -> None:
-    """Find out before the work, not after it, whether ``path`` can be created.
-
-    Raises:
-        OSError: its folder cannot be made, or nothing can be written there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
-
-
 def missing_files(folder: Path) -> list[str]:
     """Files that a checkpoint in ``folder`` lacks: config, weights (per index) and tokenizer."""
     wanted = ["config.json", "tokenizer_config.json"]

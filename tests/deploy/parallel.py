@@ -27,8 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import writable
 from harness.compare import CPU_ENVIRONMENT
-from harness.folder import writable
 from harness.server import free_port
 
 from oss_fused.environment import fingerprint, has_gpu
