@@ -87,12 +87,11 @@ def _act_mul_quant_kernel(
 
 @triton.jit
 def _quantize_parts_kernel(
-    y, part_amax, q, scale, n_cols, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    y, part_amax, q, scale, n_cols, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Codes of one part of a row, for the scale that all parts' largest values give."""
+    """Codes of some columns of a row, for the scale that its parts' largest values give."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    parts = tl.num_programs(1)
     cols = part * BLOCK + tl.arange(0, BLOCK)
     mask = cols < n_cols
     which = tl.arange(0, PARTS)
@@ -142,16 +141,25 @@ def act_mul_quant(
         num_warps=4 if parts > 1 else min(max(block // 1024, 1), 16),
         **pdl_options(x.device),
     )
-    if y is not None:
-        _quantize_parts_kernel[grid](
-            y,
-            part_amax,
-            q,
-            out_scale,
-            n_cols,
-            PARTS=next_power_of_2(parts),
-            BLOCK=block,
-            num_warps=4,
-            **pdl_options(x.device),
-        )
+    if y is not None and part_amax is not None:
+        quantize_parts(y, part_amax, q, out_scale)
     return q, out_scale
+
+
+def quantize_parts(
+    y: torch.Tensor, part_amax: torch.Tensor, q: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Codes of y [M, I] into ``q``, for the largest magnitudes [M, parts] as float32 bits."""
+    n_cols, parts = y.shape[1], part_amax.shape[1]
+    _quantize_parts_kernel[(y.shape[0], cdiv(n_cols, _PART))](
+        y,
+        part_amax,
+        q,
+        scale,
+        n_cols,
+        parts,
+        PARTS=next_power_of_2(parts),
+        BLOCK=_PART,
+        num_warps=4,
+        **pdl_options(y.device),
+    )

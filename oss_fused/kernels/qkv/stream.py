@@ -35,7 +35,7 @@ _PAIRS = 32
 
 
 @gluon.constexpr_function
-def _paired(pairs, tokens, warps):
+def paired_layout(pairs, tokens, warps):
     """Layout of [pairs, tokens, 2]: one thread has both halves of a pair."""
     threads = tokens // 4
     of_thread = [pairs * threads // 32, 1, 2]
@@ -147,7 +147,7 @@ def _qkv_kernel(
     wait_for_inputs()
     start_next()
     request_tokens(a_desc, full, tokens, STAGES)
-    paired: gl.constexpr = _paired(PAIRS, BLOCK_M, gl.num_warps())
+    paired: gl.constexpr = paired_layout(PAIRS, BLOCK_M, gl.num_warps())
     token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
     pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
     at = head * HEAD_DIM + pair
