@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""act_mul_quant and gated_mlp against their references and their formulas."""
+"""act_mul_quant, gate_up_quant and gated_mlp against their references and their formulas."""
 
 import pytest
 import torch
@@ -94,6 +94,72 @@ def test_act_mul_quant_of_few_rows_equals_that_of_many(device):
     assert few_scale[1].isnan()
 
 
+def codes_of(x):
+    return get_kernel("torch", "quantize_fp8")(x, None, "token")
+
+
+def gate_up(rows_, hidden, intermediate, device, seed=0, dtype=torch.bfloat16):
+    x = rows(rows_, hidden, dtype=dtype, device=device, seed=seed)
+    weight = rows(2 * intermediate, hidden, dtype=dtype, device=device, seed=seed + 1)
+    (codes, scale), (w, w_scale) = codes_of(x), codes_of(weight / 8)
+    return [codes, w, scale, w_scale, dtype]
+
+
+def same(got, want):
+    return all(
+        torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+        for g, w in zip(got, want, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 70])
+def test_gate_up_quant_equals_the_separate_operators(tokens, dtype, device):
+    """Bit for bit: the same sums in the same order, rounded in the same places."""
+    operands = gate_up(tokens, 112, 37, device, dtype=dtype)
+    a, b, a_scale, b_scale, _ = operands
+    for activation in ACTIVATIONS:
+        got = get_kernel("triton", "gate_up_quant")(*operands, activation)
+        product = get_kernel("triton", "fp8_gemm")(a, b, a_scale, b_scale, None, dtype)
+        assert same(got, get_kernel("triton", "act_mul_quant")(product, activation, None))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6])
+def test_gate_up_quant_equals_reference(tokens, device):
+    operands = gate_up(tokens, 64, 48, device)
+    (got, scale), (want, want_scale) = (
+        get_kernel(backend, "gate_up_quant")(*operands, "silu") for backend in ("triton", "torch")
+    )
+    # the activation's last bit moves a scale by one unit of bf16
+    torch.testing.assert_close(scale, want_scale, rtol=2**-7, atol=0)
+    error = (got.float() * scale - want.float() * want_scale).norm()
+    assert error / (want.float() * want_scale).norm() < 2e-2
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_gate_up_quant_edges(backend, tokens, device):
+    op = get_kernel(backend, "gate_up_quant")
+    codes, w, scale, w_scale, dtype = gate_up(tokens, 64, 40, device)
+    q, out_scale = op(codes[:0], w, scale[:0], w_scale, dtype, "silu")
+    assert q.shape == (0, 40) and out_scale.shape == (0, 1)
+    # one scale for all rows takes another path
+    each = op(codes, w, scale[:1].expand_as(scale).contiguous(), w_scale, dtype, "silu")
+    assert same(op(codes, w, scale[:1].view(1), w_scale, dtype, "silu"), each)
+    wide = torch.cat([codes.view(torch.uint8)] * 3, 1).view(FP8)[:, 64:128]
+    assert same(
+        op(wide, w, scale, w_scale, dtype, "silu"), op(codes, w, scale, w_scale, dtype, "silu")
+    )
+    codes[1] = 0
+    q, out_scale = op(codes, w, scale, w_scale, dtype, "silu")
+    assert out_scale[1] == 1 and not q[1].float().any()
+    codes.view(torch.uint8)[0, 3] = 127
+    q, out_scale = op(codes, w, scale, w_scale, dtype, "silu")
+    assert out_scale[0].isnan() and q[0].float().isnan().all() and out_scale[1].isfinite()
+    with pytest.raises(ShapeMismatchError, match="weight.shape"):
+        op(codes, w[:5], scale, w_scale[:5], dtype, "silu")
+
+
 def test_gated_mlp_bad_arguments(device):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     with pytest.raises(ShapeMismatchError, match="up_weight.shape"):
@@ -105,4 +171,5 @@ def test_gated_mlp_bad_arguments(device):
 def test_opcheck(device, check_op):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     check_op(torch.ops.oss_fused.act_mul_quant.default, (x, "silu", None))
+    check_op(torch.ops.oss_fused.gate_up_quant.default, (*gate_up(2, 16, 8, device), "silu"))
     check_op(torch.ops.oss_fused.gated_mlp.default, (x, w, w, None, None, "silu", "up"))

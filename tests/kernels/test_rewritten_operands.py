@@ -113,6 +113,14 @@ def gated(rows, fp8):
     return build
 
 
+def gate_up(rows):
+    def build(d):
+        a, b, a_scale, b_scale, _, dtype = product(rows)(d)
+        return (a, b, a_scale, b_scale / 64, dtype, "silu")
+
+    return build
+
+
 def router(rows):
     def build(d):
         norm = (d.randn(rows, 2880), d.randn(rows, 2880), d.randn(2880), 1e-5)
@@ -181,6 +189,7 @@ _OPERATIONS = {
         (2,),
     ),
     "act_mul_quant": ("act_mul_quant", lambda d: (d.randn(4, 8192), "silu", None), ()),
+    **{f"gate_up_quant-{m}": ("gate_up_quant", gate_up(m), (1, 3)) for m in (1, 2, 8, 64, 300)},
     **{
         f"gated_mlp-{m}-{fp8}": ("gated_mlp", gated(m, fp8), ())
         for m in (8, 300)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""``act_mul_quant``, ``gated_mlp`` and ``gated_mlp_backward``.
+"""``act_mul_quant``, ``gate_up_quant``, ``gated_mlp`` and ``gated_mlp_backward``.
 
 act_mul_quant: x [..., 2 I] = gate | up; ``q, scale = quantize_fp8(activation(gate) * up)``, per
 token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as vLLM rounds.
+
+gate_up_quant: codes x [T, H] and weight [2 I, H], gate rows before up rows, with x_scale [T, 1] or
+[1] and weight_scale [2 I, 1] or [1]: ``act_mul_quant`` per token of ``fp8_gemm``'s result in
+out_dtype. prefetch_weights as in kernels/gemm.
 
 gated_mlp: x [..., H], gate_weight and up_weight [I, H] in x.dtype, or float8_e4m3fn with
 gate_scale and up_scale [I, 1] or [1] (x is then quantised per token). activation_on="up" gives
@@ -31,6 +35,18 @@ def _check_halves(x: torch.Tensor) -> None:
         raise ShapeMismatchError(f"x.shape={tuple(x.shape)}: expected [..., 2 * intermediate]")
 
 
+def _check_rows(weight: torch.Tensor) -> None:
+    if weight.shape[0] % 2:
+        raise ShapeMismatchError(
+            f"weight.shape={tuple(weight.shape)}: expected [2 * intermediate, hidden]"
+        )
+
+
+def _gate_up_fake(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    return codes, x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
 def _check_format(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
@@ -56,6 +72,21 @@ declare(
     {"triton": "triton", "cuda": "cuda", "cpu": "cpu"},
     check=_check_halves,
     example={"...": (7,), "C": 128, "scale": None},
+)
+declare(
+    reference.gate_up_quant,
+    {
+        "x": Operand("T H", FP8),
+        "weight": Operand("C H", FP8),
+        "x_scale": Scale("T"),
+        "weight_scale": Scale("C"),
+        "out_dtype": OneOf(*FLOAT_DTYPES),
+        "activation": OneOf(*ACTIVATIONS),
+    },
+    {"triton": "gate_up"},
+    check=_check_rows,
+    fake=_gate_up_fake,
+    example={"T": 2, "H": 64, "C": 96},
 )
 declare(
     reference.gated_mlp,

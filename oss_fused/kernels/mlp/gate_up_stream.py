@@ -174,7 +174,9 @@ def _gate_up_stream_kernel(
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     first = gl.program_id(0) * PAIRS
     first_m = gl.program_id(1) * BLOCK_M
-    tokens = gl.allocate_shared_memory(a_desc.dtype, [STAGES * SLABS, BLOCK_M, WIDTH], a_desc.layout)
+    tokens = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES * SLABS, BLOCK_M, WIDTH], a_desc.layout
+    )
     boxes = gl.allocate_shared_memory(
         b_desc.dtype, [2 * STAGES * SLABS, PAIRS, WIDTH], b_desc.layout
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import flat_rows
+from oss_fused.kernels.gemm.reference import fp8_gemm
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 # derivative of GELU's tanh form: sqrt(2 / pi) and the cubic coefficient
@@ -30,6 +31,20 @@ def act_mul_quant(
     if scale is not None:
         return q.view(product.shape), scale.clone()
     return q.view(product.shape), out_scale.view(*product.shape[:-1], 1)
+
+
+def gate_up_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    activation: str,
+    prefetch_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of the activated product of ``x`` and a gate_up weight; see kernels/mlp."""
+    gate_up = fp8_gemm(x, weight, x_scale, weight_scale, None, out_dtype)
+    return act_mul_quant(gate_up, activation, None)
 
 
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decoder layers in which a norm or activation and the FP8 quantisation after it are one kernel.
+"""Decoder layers in which a norm or activation and the FP8 quantisation after it are one operator.
 
 Norm and activation ask the projection that reads their output which quantised form it takes
 (``get_input_quant_key``, which hides it for LoRA) and hand that over; any other projection gets
@@ -30,8 +30,10 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 
 _add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
+_gate_up_quant = direct("gate_up_quant")
 
 
 def norm_for(
@@ -65,20 +67,34 @@ def norm_for(
 
 
 def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-    """Llama's MLP: ``down(silu(gate) * up)``; SiLU, product and quantisation are one kernel."""
-    gate_up, _ = mlp.gate_up_proj(x)
+    """Llama's MLP: ``down(silu(gate) * up)``; what the down projection reads is quantised."""
+    projection = mlp.gate_up_proj
     key = get_input_quant_key(mlp.down_proj)
     if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
-        return mlp.down_proj(mlp.act_fn(gate_up))[0]
-    codes, scale = _act_mul_quant(gate_up, "silu", None)
+        return mlp.down_proj(mlp.act_fn(projection(x)[0]))[0]
+    if isinstance(x, QuantizedActivation) and _takes_codes(projection, x):
+        dtype, codes = x.orig_dtype, x.data.view(-1, x.data.shape[-1])
+        weights = (projection.weight, x.scale.view(-1, 1), projection.weight_scale)
+        codes, scale = _gate_up_quant(codes, *weights, dtype, "silu", True)
+        shape = torch.Size((*x.orig_shape[:-1], codes.shape[-1]))
+    else:
+        gate_up, _ = projection(x)
+        codes, scale = _act_mul_quant(gate_up, "silu", None)
+        dtype, shape = gate_up.dtype, codes.shape
     quantised = QuantizedActivation(
-        data=codes,
-        scale=scale,
-        orig_dtype=gate_up.dtype,
-        orig_shape=codes.shape,
-        quant_key=key,
+        data=codes, scale=scale, orig_dtype=dtype, orig_shape=shape, quant_key=key
     )
     return mlp.down_proj(quantised)[0]
+
+
+def _takes_codes(projection: Any, x: QuantizedActivation) -> bool:
+    """Whether one operator may go from codes to codes: no bias, a scale per token, a GPU."""
+    return (
+        x.quant_key == kFp8DynamicTokenSym
+        and type(projection.quant_method) is OssFp8LinearMethod
+        and projection.weight.is_cuda
+        and projection.bias is None
+    )
 
 
 class _FusedNorms:

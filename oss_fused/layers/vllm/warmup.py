@@ -149,6 +149,9 @@ def _run_linear(
         # codes from a norm or an activation: at few rows another kernel than apply's
         codes, token = torch.ops.oss_fused.quantize_fp8(x, static, "token")
         torch.ops.oss_fused.fp8_gemm(codes, weight, token, layer.weight_scale, bias, dtype, True)
+        if isinstance(layer, MergedColumnParallelLinear) and static is None and bias is None:
+            operands = (codes, weight, token, layer.weight_scale)
+            torch.ops.oss_fused.gate_up_quant(*operands, dtype, "silu", True)
         if from_norm:
             for residual in (None, x):
                 torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False, True)

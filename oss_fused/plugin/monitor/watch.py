@@ -36,7 +36,10 @@ from oss_fused.quant.settings import ServingOptions
 # tokens of a step that are sampled: all of a decode step, some of a prefill step
 _ROWS = 256
 # operator -> position of the weight among its arguments
-_WEIGHT_AT = {"fp8_linear": 1, "fp8_gemm": 1, "qkv_rope_kv": 1, "moe_mxfp4": 2}
+_WEIGHT_AT = {
+    **dict.fromkeys(("fp8_linear", "fp8_gemm", "gate_up_quant", "qkv_rope_kv"), 1),
+    "moe_mxfp4": 2,
+}
 
 logger = init_logger(__name__)
 
