@@ -34,7 +34,7 @@ ALLOWED = {
     ("attention.triton._decode_attention_kernel", "_tokens", "seq_lens"): _TABLE,
     ("attention.triton._decode_attention_kernel", "_tokens", "query_starts"): _TABLE,
     ("attention.triton._decode_attention_kernel", "_pointers", "table"): _TABLE,
-    ("gemm.gemv._gemv_kernel", "load_weights", "rows_b"): _WEIGHT,
+    ("gemm.gemv._gemv_kernel", "_load_weights", "rows_b"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,
     ("gemm.persistent._gemm_persistent_kernel", "_request_columns", "b_desc"): _WEIGHT,
@@ -48,8 +48,6 @@ ALLOWED = {
     # the pipeline is that of gemm.persistent; this kernel's launch allows no prefetch
     ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "b_desc"): _WEIGHT,
     ("mlp.gated_cooperative._gated_cooperative_kernel", "_request_columns", "c_desc"): _WEIGHT,
-    ("mlp.gate_up_gemv._gate_up_gemv_kernel", "load_weights", "rows_b"): _WEIGHT,
-    ("mlp.gate_up_gemv._gate_up_gemv_kernel", "_gate_up_gemv_kernel", "b_scale"): _WEIGHT,
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_request_weights", "desc"): _WEIGHT,
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_load", "a_desc"): _OUTSIDE,
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_multiply", "b_scale"): _WEIGHT,

@@ -151,7 +151,7 @@ def _dot_words(x_low, x_high, w):
 
 
 @triton.jit
-def dot_codes(x, w):
+def _dot_codes(x, w):
     """As _dot_words for x given as words of four codes [..., 4]."""
     if INTERPRETED:
         total = byte_of(x, 0) * byte_of(w, 0)
@@ -198,14 +198,14 @@ def _split_words(words):
 
 
 @triton.jit
-def load_weights(rows_b, offs, k_words):
+def _load_weights(rows_b, offs, k_words):
     """Words of a block of columns; no other program reads them."""
     mask = (offs < k_words)[None, :]
     return tl.load(rows_b + offs[None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def load_tokens(rows_a, offs, words):
+def _load_tokens(rows_a, offs, words):
     return tl.load(rows_a + offs[None, :], mask=(offs < words)[None, :], other=0)
 
 
@@ -215,7 +215,7 @@ def _token_scales(rows_a, words, ROWS_M: tl.constexpr, BLOCK: tl.constexpr, BF16
     offs = tl.arange(0, BLOCK)
     bits = tl.zeros([ROWS_M], tl.int32)
     for start in range(0, words, BLOCK):
-        bits = tl.maximum(bits, _amax_bits(load_tokens(rows_a, start + offs, words), BF16))
+        bits = tl.maximum(bits, _amax_bits(_load_tokens(rows_a, start + offs, words), BF16))
     return scale_of_amax(bits)[:, None]
 
 
@@ -248,7 +248,7 @@ def _gemv_kernel(
     rows_b = b + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * stride_b
     rows_a = a + tl.minimum(offs_m, m - 1)[:, None] * stride_a
     wait_unless(PREFETCH)
-    words = load_weights(rows_b, offs_w, k_words)
+    words = _load_weights(rows_b, offs_w, k_words)
     in_n = offs_n < n
     # everything that the epilogue needs arrives while the weights do
     channel = scale_row(b_scale, offs_n, in_n, B_ROWS)
@@ -264,14 +264,14 @@ def _gemv_kernel(
     offs_x = tl.arange(0, BLOCK_W * X_WORDS)
     acc = tl.zeros([ROWS_M, ROWS_N, BLOCK_W // 4], tl.float32)
     for start in range(0, k_words, BLOCK_W):
-        x = load_tokens(rows_a, start * X_WORDS + offs_x, k_words * X_WORDS)
+        x = _load_tokens(rows_a, start * X_WORDS + offs_x, k_words * X_WORDS)
         x = x.reshape([ROWS_M, 1, BLOCK_W // 4, 4 * X_WORDS])
         current = words.reshape([1, ROWS_N, BLOCK_W // 4, 4])
-        words = load_weights(rows_b, start + BLOCK_W + offs_w, k_words)
+        words = _load_weights(rows_b, start + BLOCK_W + offs_w, k_words)
         if QUANTIZE:
             acc += _dot_pairs(x, current, inv, BF16)
         else:
-            acc += dot_codes(x, current)
+            acc += _dot_codes(x, current)
     total = tl.sum(acc, 2) * 64.0 * token * channel
     if bias is not None:
         total += shift

@@ -24,11 +24,14 @@ from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
 from oss_fused.kernels.pipeline import barriers_of, copy_box, descriptor, free_previous, next_slot
 from oss_fused.kernels.qkv.stream import paired_layout
+from oss_fused.kernels.tiles import row_bucket
 
 PAIRS = 32
 BLOCK_K = 128
 # weight tiles that arrive together
 SLABS = 2
+# CTAs that share a multiprocessor: one stores its pairs while the other multiplies
+_CTAS = 2
 
 
 @gluon.jit
@@ -45,13 +48,13 @@ def _request_weights(desc, first, n, start, k, buffers, slot, SLABS: gl.constexp
 
 
 @gluon.jit
-def _request_tokens(desc, first, start, k, buffers, slot, SLABS: gl.constexpr):
+def _request_tokens(desc, start, k, buffers, slot, SLABS: gl.constexpr):
     tokens, _boxes, full, _empty = buffers
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     for slab in gl.static_range(SLABS):
         at = start + slab * WIDTH
         box = tokens.index(slot * SLABS + slab)
-        copy_box(desc, [first, at], full.index(slot), box, pred=start < k)
+        copy_box(desc, [0, at], full.index(slot), box, pred=start < k)
 
 
 @gluon.jit
@@ -60,7 +63,6 @@ def _load(
     b_desc,
     buffers,
     warm,
-    first_m,
     first,
     n,
     k,
@@ -77,18 +79,18 @@ def _load(
         _request_weights(b_desc, first, n, slot * STEP, k, buffers, slot, SLABS)
     # a box outside of the tensor reads no input, and has the descriptor in its cache from here on
     mbarrier.expect(warm, a_desc.block_type.nbytes)
-    copy_box(a_desc, [first_m, (k + 127) // 128 * 128], warm, tokens.index(0))
+    copy_box(a_desc, [0, (k + 127) // 128 * 128], warm, tokens.index(0))
     mbarrier.wait(warm, 0)
     wait_for_inputs()
     for slot in gl.static_range(STAGES):
-        _request_tokens(a_desc, first_m, slot * STEP, k, buffers, slot, SLABS)
+        _request_tokens(a_desc, slot * STEP, k, buffers, slot, SLABS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for start in range(STAGES * STEP, k, STEP):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
         _request_weights(b_desc, first, n, start, k, buffers, slot, SLABS)
-        _request_tokens(a_desc, first_m, start, k, buffers, slot, SLABS)
+        _request_tokens(a_desc, start, k, buffers, slot, SLABS)
         slot, phase = next_slot(slot, phase, STAGES)
 
 
@@ -127,12 +129,12 @@ def _multiply(
 ):
     tokens, boxes, _full, _empty = buffers
     a_scale, b_scale, y, part_amax = operands
-    first_m, first, m, n, k = sizes
+    first, m, n, k = sizes
     PAIRS: gl.constexpr = boxes.type.shape[1]
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     dtype: gl.constexpr = y.dtype.element_ty
     paired: gl.constexpr = paired_layout(PAIRS, BLOCK_M, gl.num_warps())
-    token = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
+    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
     pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
     wait_unless(PREFETCH)
     gate_scale = gl.load(b_scale + pair, mask=pair < n, other=0.0)[:, None]
@@ -173,7 +175,6 @@ def _gate_up_stream_kernel(
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
     WIDTH: gl.constexpr = b_desc.block_type.shape[1]
     first = gl.program_id(0) * PAIRS
-    first_m = gl.program_id(1) * BLOCK_M
     tokens = gl.allocate_shared_memory(
         a_desc.dtype, [STAGES * SLABS, BLOCK_M, WIDTH], a_desc.layout
     )
@@ -186,11 +187,11 @@ def _gate_up_stream_kernel(
     mbarrier.init(warm, count=1)
     buffers = (tokens, boxes, full, empty)
     operands = (a_scale, b_scale, y, part_amax)
-    sizes = (first_m, first, m, n, k)
+    sizes = (first, m, n, k)
     gl.warp_specialize(
         [
             (_multiply, (buffers, operands, sizes, ACTIVATION, STAGES, SLABS, PREFETCH)),
-            (_load, (a_desc, b_desc, buffers, warm, first_m, first, n, k, STAGES, SLABS, PREFETCH)),
+            (_load, (a_desc, b_desc, buffers, warm, first, n, k, STAGES, SLABS, PREFETCH)),
         ],
         [1],
         [24],
@@ -204,16 +205,15 @@ def gate_up_stream(
     b_scale: torch.Tensor,
     out_dtype: torch.dtype,
     activation: str,
-    block_m: int,
-    ctas: int,
     prefetch_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y [M, I] and the largest magnitudes [M, parts] of its parts, as float32 bits."""
+    """y [M, I] and the largest magnitudes [M, parts] of its parts, as float32 bits; M <= 64."""
     m, k = a.shape
     n = b.shape[0] // 2
+    block_m = max(8, row_bucket(m))
     y = torch.empty(m, n, dtype=out_dtype, device=a.device)
     part_amax = torch.empty(m, cdiv(n, PAIRS), dtype=torch.int32, device=a.device)
-    _gate_up_stream_kernel[(cdiv(n, PAIRS), cdiv(m, block_m))](
+    _gate_up_stream_kernel[(cdiv(n, PAIRS),)](
         descriptor(a, block_m, BLOCK_K),
         descriptor(b, PAIRS, BLOCK_K),
         a_scale,
@@ -224,11 +224,11 @@ def gate_up_stream(
         n,
         k,
         ACTIVATION=activation,
-        STAGES=stream_stages(k, block_m, 2 * PAIRS, BLOCK_K * SLABS, ctas),
+        STAGES=stream_stages(k, block_m, 2 * PAIRS, BLOCK_K * SLABS, _CTAS),
         SLABS=SLABS,
         PREFETCH=prefetch_weights,
         num_warps=4,
-        maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
+        maxnreg=65536 // (256 * _CTAS),
         **pdl_options(a.device),
     )
     return y, part_amax
