@@ -223,7 +223,7 @@ def test_tiles_of_sorted_codes(device, hidden, inter, rows, fp8, kind):
     if not runs_gluon(device):
         pytest.skip("needs a Hopper GPU and Gluon")
     # the first expert gets the token with NaN, the second none
-    counts = torch.tensor([1, 0, 15, 17, 33, 65, rows, rows + 100])
+    counts = torch.tensor([1, 0, 15, 17, 25, 33, 49, 65, rows, rows + 100])
     layer = layer_of(hidden, inter, len(counts)).to(device)
     x, logits = inputs(device, int(counts.sum()), hidden, len(counts))
     owner = torch.arange(len(counts)).repeat_interleave(counts).to(device)

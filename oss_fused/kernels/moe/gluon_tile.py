@@ -15,6 +15,26 @@ from oss_fused.kernels.moe.tile import UNPACK_ASM, UNPACK_TABLE
 # that of moe/tile.py, with a word given four times as well
 _UNPACK_ASM = gl.constexpr(UNPACK_ASM.value.replace("$7", "$10").replace("$3", "$6"))
 
+# clamps at 7 and -7; 1.702, -log2(e) and 1
+_ACTIVATE_ASM = gl.constexpr(
+    """
+    {
+    .reg .f32 gate, up, s;
+    min.NaN.f32 gate, $1, 0f40E00000;
+    min.NaN.f32 up, $2, 0f40E00000;
+    max.NaN.f32 up, up, 0fC0E00000;
+    mul.rn.f32 s, gate, 0f3FD9DB23;
+    mul.rn.f32 s, s, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 s, s;
+    add.rn.f32 s, s, 0f3F800000;
+    rcp.approx.ftz.f32 s, s;
+    mul.rn.f32 gate, gate, s;
+    add.rn.f32 up, up, 0f3F800000;
+    mul.rn.f32 $0, gate, up;
+    }
+    """
+)
+
 
 @gluon.constexpr_function
 def word_layout():
@@ -37,6 +57,32 @@ def _byte_layout():
 def step_layout():
     """The block scales [64, 4] of a chunk, where their words are unpacked."""
     return gl.SliceLayout(2, gl.SliceLayout(3, _byte_layout()))
+
+
+@gluon.constexpr_function
+def scale_layout():
+    """Scale words [2, 32] of a chunk: a thread has those of rows p and p + 32."""
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout([[1, 0]], lanes, [[0, 8], [0, 16]], [], [2, 32])
+
+
+@gluon.constexpr_function
+def line_layout():
+    """Words of a chunk as 32 lines of 128 bytes, two rows each, in the threads of word_layout."""
+    registers = [[0, 1], [0, 2], [16, 0]]
+    lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[4, 0], [8, 0]], [], [32, 32])
+
+
+@gluon.constexpr_function
+def _result_layout(tokens, levels):
+    """A product's sums as [row in memory, token]: a thread has rows p and p + 32."""
+    columns = [1 << bit for bit in range(tokens.bit_length() - 1)]
+    inside, across = (columns[:1], columns[1:3]) if levels == 1 else ([], columns[:2])
+    beyond = columns[len(inside) + 2 :]
+    registers = [[0, at] for at in inside] + [[32, 0]] + [[0, at] for at in beyond]
+    lanes = [[0, at] for at in across] + [[1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, tokens])
 
 
 @gluon.jit
@@ -104,8 +150,15 @@ def _activation_position(column):
 
 
 @gluon.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+def _activate(gate, up):
+    """Clamped SwiGLU, ``gate * sigmoid(1.702 * gate) * (up + 1)``; NaN passes through.
+
+    Triton's clamps, exponential and division treat NaN and denormal results with a third of the
+    instructions that an element of the result takes.
+    """
+    return gl.inline_asm_elementwise(
+        _ACTIVATE_ASM, "=f,f,f", [gate, up], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -123,10 +176,7 @@ def store_codes(
 ):
     """Codes [P, LEVELS, OP] of the activation of gates and ups [32, tokens]."""
     TOKENS: gl.constexpr = gate.type.shape[1]
-    # a comparison with NaN is false: it passes through
-    gate = gl.where(gate > 7.0, 7.0, gate)
-    up = gl.where(up > 7.0, 7.0, gl.where(up < -7.0, -7.0, up))
-    act = gate * _sigmoid(1.702 * gate) * (up + 1.0)
+    act = _activate(gate, up)
     if LEVELS == 2:
         act = act.to(DTYPE).to(gl.float32)
     act *= 8.0
@@ -143,10 +193,52 @@ def store_codes(
         second = ((act - first.to(gl.float32)) * 16.0).to(gl.float8e4nv)
         gl.store(pointers + OP, gl.convert_layout(second, stored), mask=mask)
     # the last group fills the chunk: what is not written could hold NaN codes
-    if OP != (LAST + 1) * 32:
-        for block in gl.static_range(LAST + 1, OP // 32):
-            pad = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
-            pointers = out + rows[None, :] + _activation_position(pad)[:, None]
-            zero = gl.zeros([32, TOKENS], gl.uint8, layout=stored).to(gl.float8e4nv, bitcast=True)
-            for level in gl.static_range(LEVELS):
-                gl.store(pointers + level * OP, zero, mask=mask & (group == LAST))
+    if OP != (LAST + 1) * 32:  # noqa: SIM102
+        if group == LAST:
+            for block in gl.static_range(LAST + 1, OP // 32):
+                pad = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
+                pointers = out + rows[None, :] + _activation_position(pad)[:, None]
+                zero = gl.zeros([32, TOKENS], gl.uint8, layout=stored)
+                zero = zero.to(gl.float8e4nv, bitcast=True)
+                for level in gl.static_range(LEVELS):
+                    gl.store(pointers + level * OP, zero, mask=mask)
+
+
+@gluon.jit
+def scaled(acc, words, shift, x_scale, begin, count, LEVELS: gl.constexpr):
+    """[row in memory, token] of [64, columns] products, with scales and bias.
+
+    x_scale None is the static 1/8.
+    """
+    TOKENS: gl.constexpr = acc.type.shape[1] // LEVELS
+    layout: gl.constexpr = _result_layout(TOKENS, LEVELS)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if LEVELS == 2:
+        first, second = gl.split(acc.reshape([64, TOKENS, 2]))
+        acc = first + second * 0.0625
+    # rows p and p + 32 of the group in memory are rows r and r + 8 of the product
+    acc = acc.reshape([4, 2, 8, TOKENS]).permute((1, 0, 2, 3)).reshape([64, TOKENS])
+    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    acc *= gl.convert_layout(row_scale(words), rows, assert_trivial=True)[:, None]
+    if x_scale is None:
+        acc *= 0.125
+    else:
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+        acc *= gl.load(x_scale + begin + token, mask=token < count, other=0.0)[None, :]
+    if shift is not None:
+        acc += gl.convert_layout(shift.to(gl.float32), rows, assert_trivial=True)[:, None]
+    return acc
+
+
+@gluon.jit
+def store_rows(acc, out, group, begin, count, N: gl.constexpr):
+    """out[begin + token, group * 64 + row] of [64, tokens], rounded to out's dtype.
+
+    Eight threads of a warp hold eight adjacent numbers.
+    """
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    token = gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, layout))
+    target = out + (begin + token).to(gl.int64)[None, :] * N + (group * 64 + row)[:, None]
+    mask = (token < count)[None, :] & (row >= 0)[:, None]
+    gl.store(target, acc.to(out.dtype.element_ty), mask=mask)
