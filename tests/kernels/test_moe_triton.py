@@ -209,6 +209,8 @@ def test_many_tokens_of_other_shapes_and_a_part_of_the_experts(device, hidden, i
     [
         (32, -1, "stream"),
         (64, -1, "stream"),
+        (64, -1, "narrow"),
+        (128, 0, "narrow"),
         (64, -1, "large"),
         (128, -1, "large"),
         (128, -1, "few_tiles"),
@@ -229,12 +231,13 @@ def test_tiles_of_sorted_codes(device, hidden, inter, rows, fp8, kind):
     owner = torch.arange(len(counts)).repeat_interleave(counts).to(device)
     logits[torch.arange(len(owner), device=device), owner] += 50
     x[0, 5] = float("nan")
-    kinds = {kind: True, "large": kind != "stream"}
+    stream = kind in ("stream", "narrow")
+    kinds = {kind: True, "stream": stream, "large": not stream}
     config = MoEConfig(rows, Tile(1, 1, 4), Tile(1, 1, 4), False, **kinds)
     actual, expected = run(layer, 0.05 * x, logits, top_k=1, fp8=fp8, config=config)
     assert actual[0].isnan().all()
     for _ in range(3):
         again = run_kernels(layer, 0.05 * x, logits, top_k=1, fp8=fp8, config=config)
         assert torch.equal(actual[1:], again[1:])
-    exact = SAME_ARITHMETIC if kind == "stream" else 2 * SAME_ARITHMETIC
+    exact = SAME_ARITHMETIC if stream else 2 * SAME_ARITHMETIC
     assert relative_error(actual[1:], expected[1:]) < (FP8_STEP if fp8 == 0 else exact)

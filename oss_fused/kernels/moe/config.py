@@ -38,7 +38,8 @@ class Tile:
 class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
     whether the kernels for many tokens, for tens of tokens an expert, or w2's for few tokens run;
-    of many tokens, whether an expert has few tiles.
+    of many tokens, whether an expert has few tiles; of tens of tokens, whether tiles of few tokens
+    take fewer columns.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class MoEConfig:
     stream: bool = False
     few: bool = False
     few_tiles: bool = False
+    narrow: bool = False
 
     @property
     def sorted_codes(self) -> bool:
@@ -71,7 +73,10 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
         rows = 256 if fp8 and mean >= 384 else 128
         return MoEConfig(rows, wide, wide, False, large=True, few_tiles=mean < 4 * rows)
     if gluon and not fp8 and mean > 12:
-        return MoEConfig(32 if mean <= 24 else 64, wide, wide, False, stream=True)
+        rows, narrow = 32 if mean <= 24 else 64, 24 < mean <= 40
+        return MoEConfig(rows, wide, wide, False, stream=True, narrow=narrow)
+    if gluon and mean >= 48:
+        return MoEConfig(128, wide, wide, False, stream=True, narrow=True)
     if fp8:
         if mean <= 24:
             return MoEConfig(32, wide, single, False)

@@ -60,14 +60,14 @@ def step_layout():
 
 
 @gluon.constexpr_function
-def scale_layout():
+def _scale_layout():
     """Scale words [2, 32] of a chunk: a thread has those of rows p and p + 32."""
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     return gl.DistributedLinearLayout([[1, 0]], lanes, [[0, 8], [0, 16]], [], [2, 32])
 
 
 @gluon.constexpr_function
-def line_layout():
+def _line_layout():
     """Words of a chunk as 32 lines of 128 bytes, two rows each, in the threads of word_layout."""
     registers = [[0, 1], [0, 2], [16, 0]]
     lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
@@ -126,6 +126,16 @@ def unpack(weight, words, product: gl.constexpr):
     code = code.permute((1, 0, 2, 4, 6, 3, 5)).reshape([64, 128])
     code = code.to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(code, gl.DotOperandLayout(0, product, 4), assert_trivial=True)
+
+
+@gluon.jit
+def unpack_copied(lines, words, product: gl.constexpr):
+    """``unpack`` of a chunk in shared memory: 32 lines of packed weights, scale words [2, 32]."""
+    row: gl.constexpr = gl.SliceLayout(1, step_layout())
+    weight = lines.load(_line_layout()).reshape([64, 16])
+    weight = gl.convert_layout(weight, word_layout(), assert_trivial=True)
+    steps = words.load(_scale_layout()).reshape([64])
+    return unpack(weight, gl.convert_layout(steps, row, assert_trivial=True), product)
 
 
 @gluon.jit

@@ -26,19 +26,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.gluon_tile import (
-    line_layout,
     load_chunk,
-    scale_layout,
     scaled,
     step_layout,
     store_codes,
     store_rows,
     unpack,
-    word_layout,
+    unpack_copied,
 )
 from oss_fused.kernels.moe.router import Routing
 from oss_fused.kernels.pipeline import (
-    barriers_of,
     copy_box,
     descriptor,
     next_slot,
@@ -55,11 +52,8 @@ _OTHER_BYTES = 12 * 1024
 
 
 class _Shape(NamedTuple):
-    """What the kernel is compiled for.
-
-    Weight rows and columns; codes of a row of the gated result, None with w2; levels; dtype of the
-    model.
-    """
+    """Weight rows and columns; codes of a row of the gated result, None with w2; levels; dtype of
+    the model."""
 
     n: int
     k: int
@@ -128,16 +122,6 @@ def _load(descs, ring, tiles, n_tiles, units, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(ring, at, product: gl.constexpr):
-    """A group's chunk from the ring's place ``at``, as the first operand of ``product``."""
-    row: gl.constexpr = gl.SliceLayout(1, step_layout())
-    packed = ring[0].index(at).load(line_layout()).reshape([64, 16])
-    packed = gl.convert_layout(packed, word_layout(), assert_trivial=True)
-    steps = ring[1].index(at).load(scale_layout()).reshape([64])
-    return unpack(packed, gl.convert_layout(steps, row, assert_trivial=True), product)
-
-
-@gluon.jit
 def _zeros(C0: gl.constexpr, C1: gl.constexpr):
     """Sums [64, C0], and [64, C1] where C1 is not 0."""
     first = gl.zeros([64, C0], gl.float32, layout=sums_layout(C0, 8))
@@ -184,7 +168,8 @@ def _multiply(
     sums = _zeros(C0, C1)
     for _ in range(WHOLE):
         mbarrier.wait(full.index(slot), phase)
-        a = _unpacked(ring, slot * GROUPS + PART, product)
+        at = slot * GROUPS + PART
+        a = unpack_copied(ring[0].index(at), ring[1].index(at), product)
         sums = _add(a, codes.index(slot), sums, C0, C1)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
@@ -247,10 +232,10 @@ def _compute_group(
 
 
 @gluon.jit
-def _consume(work, SHAPE: gl.constexpr, PART: gl.constexpr):
+def _consume(work, SHAPE: gl.constexpr, NARROW: gl.constexpr, PART: gl.constexpr):
     """A consumer: row group ``CONSUMERS * unit + PART`` of every unit of this program.
 
-    Tiles of few tokens take half of the columns, or three quarters.
+    With NARROW, tiles of few tokens take half of the columns, or three quarters.
     """
     ring, tensors, tiles, n_tiles, units = work
     CONSUMERS: gl.constexpr = ring[0].type.shape[0] // ring[2].type.shape[0]
@@ -267,11 +252,11 @@ def _consume(work, SHAPE: gl.constexpr, PART: gl.constexpr):
             tile = (expert, gl.load(at + 1), count)
             # of groups that are not there the last is computed again: same inputs, same values
             group = gl.minimum(index % units * CONSUMERS + PART, SHAPE.n // 64 - 1)
-            if count <= 2 * QUARTER:
+            if NARROW and (count <= 2 * QUARTER):
                 slot, phase = _compute_group(
                     ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, 0
                 )
-            elif count <= 3 * QUARTER:
+            elif NARROW and (count <= 3 * QUARTER):
                 slot, phase = _compute_group(
                     ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, C // 4
                 )
@@ -295,7 +280,13 @@ def _make_ring(
     weights = gl.allocate_shared_memory(w_desc.dtype, [PLACES, 32, 32], w_desc.layout)
     words = gl.allocate_shared_memory(s_desc.dtype, [PLACES, 2, 32], s_desc.layout)
     codes = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], x_desc.layout)
-    return weights, words, codes, barriers_of(STAGES, 1), barriers_of(STAGES, CONSUMERS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # in one loop: with one for each ptxas spills registers of the consumers
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return weights, words, codes, full, empty
 
 
 @gluon.jit(do_not_specialize=["n_tiles"])
@@ -311,6 +302,7 @@ def _stream_kernel(
     tiles,
     n_tiles,
     SHAPE: gl.constexpr,
+    NARROW: gl.constexpr,
     COLUMNS: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -323,9 +315,9 @@ def _stream_kernel(
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (work, SHAPE, 0)),
-                (_consume, (work, SHAPE, 1)),
-                (_consume, (work, SHAPE, 2)),
+                (_consume, (work, SHAPE, NARROW, 0)),
+                (_consume, (work, SHAPE, NARROW, 1)),
+                (_consume, (work, SHAPE, NARROW, 2)),
                 (_load, (descs, ring, tiles, n_tiles, units, SHAPE)),
             ],
             [4, 4, 1],
@@ -334,10 +326,10 @@ def _stream_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (work, SHAPE, 0)),
-                (_consume, (work, SHAPE, 1)),
-                (_consume, (work, SHAPE, 2)),
-                (_consume, (work, SHAPE, 3)),
+                (_consume, (work, SHAPE, NARROW, 0)),
+                (_consume, (work, SHAPE, NARROW, 1)),
+                (_consume, (work, SHAPE, NARROW, 2)),
+                (_consume, (work, SHAPE, NARROW, 3)),
                 (_load, (descs, ring, tiles, n_tiles, units, SHAPE)),
             ],
             [4, 4, 4, 1],
@@ -356,8 +348,9 @@ def stream_product(
     inner: int,
     dtype: torch.dtype,
     rows: int,
+    narrow: bool,
 ) -> None:
-    """Fill ``out`` as ``large_product`` does, for tiles of 32 or 64 tokens.
+    """Fill ``out`` as ``large_product`` does, for tiles of 32 to 128 tokens.
 
     Args:
         codes: e4m3 [P, levels, KP], sorted by expert.
@@ -370,6 +363,7 @@ def stream_product(
         inner: K.
         dtype: of the model, to which the intermediate is rounded.
         rows: tokens of a tile.
+        narrow: tiles of few tokens take fewer columns; with more than 64 of them.
     """
     pairs, levels, padded = codes.shape
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
@@ -392,6 +386,7 @@ def stream_product(
         routing.tiles,
         n_tiles,
         SHAPE=_Shape(width, inner, act, levels, half),
+        NARROW=narrow,
         COLUMNS=rows * levels,
         CONSUMERS=consumers,
         STAGES=ring_stages(consumers * _CHUNK_BYTES + rows * levels * 128, _OTHER_BYTES),

@@ -153,7 +153,7 @@ def _gluon_product(config: MoEConfig) -> Callable[..., None]:
         return functools.partial(large_product, few_tiles=config.few_tiles)
     from oss_fused.kernels.moe.stream import stream_product
 
-    return stream_product
+    return functools.partial(stream_product, narrow=config.narrow)
 
 
 def _listed(routing: Routing, top_k: int) -> tuple[int, int, int]:
