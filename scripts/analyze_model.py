@@ -83,9 +83,13 @@ def read(path: Path) -> dict[str, Any]:
 def analyse(args: argparse.Namespace) -> tuple[Findings, ComputationGraphAnalyzer]:
     """Run the model's prefill and decode on meta tensors, and gather the result files."""
     suite = read(args.suite)
-    analyzer = ComputationGraphAnalyzer(
-        Ceilings(**suite["ceilings"]), "bfloat16", world_size=args.world_size
-    )
+    try:
+        ceilings = Ceilings(**suite["ceilings"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"--suite={str(args.suite)!r}: expected a suite of bench_library.py ({error!r})"
+        ) from None
+    analyzer = ComputationGraphAnalyzer(ceilings, "bfloat16", world_size=args.world_size)
     config = load_config(args.model)
     model = meta_model(config)
     phases = (

@@ -66,7 +66,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"--from-json {' '.join(map(str, missing or arguments.from_json))}: "
                 "expected files, and --output"
             )
-        report = kernels.merged([json.loads(path.read_text()) for path in arguments.from_json])
+        try:
+            report = kernels.merged([json.loads(path.read_text()) for path in arguments.from_json])
+        except (ValueError, LookupError, TypeError) as error:
+            files = " ".join(map(str, arguments.from_json))
+            parser.error(f"--from-json {files}: expected kernels.json of this script ({error!r})")
         kernel_report.write(report, arguments.output, arguments.summary)
         return 0
     unknown = set(arguments.groups) - set(kernels.groups())

@@ -62,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.model is not None and not args.model.is_dir():
         parser.error(f"MODEL={str(args.model)!r}: no such folder; fetch the model first")
+    if args.model is None and (args.smoke or args.self_check):
+        flag = "--smoke" if args.smoke else "--self-check"
+        parser.error(f"{flag}: loads a model; expected MODEL beside it")
     if args.tensor_parallel_size < 1 or args.max_model_len < 1:
         parser.error("--tensor-parallel-size and --max-model-len: expected at least 1")
     if not 0 < args.gpu_memory_utilization <= 1:

@@ -130,9 +130,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
             parser.error(f"--needle {length}: expected at least 128 tokens")
     for path in args.text:
         try:
-            path.read_text(encoding="utf-8")
+            empty = not path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"--text {path}: cannot be read as UTF-8 text: {error}")
+        if empty:
+            parser.error(f"--text {path}: is empty; expected text")
     for path in args.lm_eval:
         if not path.is_file():
             parser.error(f"--lm-eval {path}: no such file; expected the YAML file of a task")
@@ -146,6 +148,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
         parser.error(f"--output {args.output}: cannot be written: {error}")
     if args.summary and not args.summary_name:
         parser.error("--summary: needs --summary-name")
+    if args.summary_name and len(args.summary_name) != len(args.candidate):
+        parser.error(
+            f"--summary-name {' '.join(args.summary_name)}: expected {len(args.candidate)}, one "
+            f"for each --candidate"
+        )
     arms: list[Arm] = []
     for text in (args.baseline, *args.candidate):
         try:

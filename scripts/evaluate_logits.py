@@ -56,6 +56,16 @@ def main() -> int:
         writable(args.output)
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
+    for name in ("sequences", "length"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: expected at least 1")
+    names = [arm.name for arm in arms]
+    for text in args.summary_name:
+        if not args.summary or text.partition("=")[2] not in names:
+            parser.error(
+                f"--summary-name {text}: expected FIGURE=ARM with one of {', '.join(names)} as "
+                f"ARM, and --summary"
+            )
     if args.sequences > vocab - 100:
         parser.error(f"--sequences {args.sequences}: expected fewer than the vocabulary's {vocab}")
     environment = fingerprint()

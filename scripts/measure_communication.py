@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         "--bytes", type=positive, nargs="+", default=sizes, dest="sizes", help="of a message"
     )
     args = parser.parse_args(argv)
+    if min(args.ranks) < 2:
+        parser.error(f"--ranks {min(args.ranks)}: expected at least 2, as one sends nothing")
     try:
         rows = [r for ranks in args.ranks for r in collective_bytes.measure(ranks, args.sizes)]
     except (RuntimeError, OSError) as error:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
 from harness.arguments import output_file
+from harness.compare import check_model
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 
@@ -62,8 +63,9 @@ def main() -> int:
     output, summary = args.pop("output"), args.pop("summary")
     plan = soak.SoakTest(**args)
     try:
+        check_model(plan.model)
         soak.check(plan)
-    except ServerError as error:
+    except (ServerError, ValueError) as error:
         parser.error(str(error))
     head = {"kind": "oss_fused.soak", "environment": fingerprint()}
 

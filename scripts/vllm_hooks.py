@@ -103,9 +103,13 @@ def main(argv: list[str] | None = None) -> int:
     for result in wrong:
         print(f"wrong: {result.path} {result.problem}")
     if against:
-        recorded = json.loads(against.read_text())
-        for line in differences(results, recorded["hooks"]):
-            print(f"changed since {recorded['vllm']}: {line}")
+        try:
+            recorded = json.loads(against.read_text())
+            hooks, release = recorded["hooks"], recorded["vllm"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            parser.error(f"--against={str(against)!r}: expected a file of --output ({error!r})")
+        for line in differences(results, hooks):
+            print(f"changed since {release}: {line}")
     if args.output:
         hooks = {result.path: result.found for result in results}
         write_json(args.output, {"kind": "oss_fused.vllm_hooks", "vllm": version, "hooks": hooks})

@@ -69,6 +69,8 @@ def test_writes_json_table_and_summary(
     [
         ({"--text": "/nowhere.txt"}, "/nowhere.txt: cannot be read"),
         ({"--text": sys.executable}, "cannot be read as UTF-8"),
+        ({"--text": "/dev/null"}, "--text /dev/null: is empty"),
+        ({"--summary": "s.json", "--summary-name": "a b"}, "--summary-name a b: expected 1"),
         ({"--baseline": "/nowhere"}, "model /nowhere: no such folder"),
         ({"--candidate": "--flag"}, "names no model"),
         ({"--window": "1"}, "--window 1: expected at least 2"),
@@ -86,7 +88,8 @@ def test_bad_arguments(
 ) -> None:
     options = {"--baseline": str(tmp_path), "--candidate": f"b={tmp_path}"}
     options |= {"--text": str(TEXT), "--output": str(tmp_path / "q.json"), **changes}
-    words = [f"{flag}={value}" for flag, value in options.items()]
+    words = [f"{flag}={value}" for flag, value in options.items() if flag != "--summary-name"]
+    words += ["--summary-name", *names.split()] if (names := options.get("--summary-name")) else []
     assert run(monkeypatch, *words) == 2
     assert message in capsys.readouterr().err
 
