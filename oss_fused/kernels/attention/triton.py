@@ -280,10 +280,14 @@ def _decode_attention_kernel(
     mask_q = in_group[:, None] & in_d
     table = block_table + sequence * table_stride
     k, v, valid = _pointers(keys, values, table, begin, end, head, columns, BLOCK_N)
-    start_next()
+    if HEAD_DIM <= 64:
+        start_next()
     wait_for_inputs()
     k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
     q = _load(_head_pointers(query, rows, heads, columns), mask_q, DTYPE)
+    if HEAD_DIM > 64:
+        # the next kernels' weights would come before these larger keys and values
+        start_next()
     scale = _logit_scale(softmax_scale, scales)
     best, total, acc = _nothing(BLOCK_G, BLOCK_D, LEAST)
     # a padding row has no position at all
