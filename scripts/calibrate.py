@@ -27,7 +27,7 @@ from harness import calibrate_options
 from harness.calibration_report import FOLDER, append_trend, figures_of, write_report
 from tqdm import tqdm
 
-from oss_fused.errors import OssFusedError
+from oss_fused.errors import OssFusedError, SchemeError
 from oss_fused.quant.calibrator import Run, Summary
 from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, split_formats
 from oss_fused.quant.recipe import make_recipe
@@ -46,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     before = _inode(output)
     try:
         recipe = make_recipe(calibrate_options.settings_of(args))
+        if args.fp8_stage and recipe.accuracy_target is None:
+            raise SchemeError(
+                f"--fp8-stage={args.fp8_stage!r}: is where a search begins; expected "
+                f"--accuracy-target beside it"
+            )
         options = RunOptions(
             model=Path(args.model),
             output=Path(args.output),

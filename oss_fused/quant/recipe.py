@@ -77,7 +77,7 @@ class Recipe(BaseModel):
     kv_cache: Literal["none", "fp8"] = "none"
     rounding: Literal["auto", "nearest", "mse", "feedback"] = "auto"
     base: str | None = None
-    accuracy_target: float | None = Field(default=None, gt=1)
+    accuracy_target: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     keep_sensitive: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(default={})
     clip_target: float | None = Field(default=None, ge=0, lt=1)
     group_candidates: tuple[Annotated[int, Field(ge=1)], ...] = ()
@@ -86,7 +86,7 @@ class Recipe(BaseModel):
     dataset: str | None = None
     num_samples: int = Field(default=64, ge=1)
     max_seq_length: int = Field(default=512, ge=2)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
 
     @model_validator(mode="after")
     def _data_where_needed(self) -> Recipe:

@@ -110,6 +110,9 @@ def test_a_recipe_repeats_a_run_and_flags_win(script, model, tmp_path) -> None:
         (["--recipe", "/nowhere.yaml"], "--recipe='/nowhere.yaml'"),
         (["--num-samples", "0"], "num_samples=0"),
         (["--experts", "fp8"], "has no experts"),
+        (["--fp8-stage", "stage"], "--fp8-stage='stage': is where a search begins"),
+        (["--seed", str(1 << 63)], f"seed={1 << 63}: Input should be less than"),
+        (["--accuracy-target", "kl=inf", "--dataset", "x"], "should be a finite number"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
@@ -128,6 +131,11 @@ def test_a_wrong_path_and_an_existing_output(script, model, tmp_path, capsys) ->
     (tmp_path / "out").mkdir()
     assert script.main([str(model), "--output", str(tmp_path / "out")]) == 2
     assert "exists; choose another folder or pass --overwrite" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    # such a run did not begin: nothing can be resumed
+    assert script.main([str(model), "--output", str(tmp_path / "file" / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "nothing can be written beside it: " in said and "--resume" not in said
 
 
 def test_the_summary_names_experts_without_feedback_and_counts_the_bases_blocks(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -88,13 +89,13 @@ class OutputLock:
         """Take the lock.
 
         Raises:
-            CheckpointError: another run holds it, or the disk cannot lock files.
+            CheckpointError: another run holds it, or the disk cannot lock or make files there.
+            OSError: the disk is full.
         """
         self.path = output.with_name(f".{output.name}.lock")
-        output.parent.mkdir(parents=True, exist_ok=True)
         self._handle: IO[str] | None = None
         while self._handle is None:
-            handle = open(self.path, "a")  # noqa: SIM115  held for the life of the run
+            handle = self._open(output)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # the holder before may have removed the file between opening and locking it
@@ -111,6 +112,18 @@ class OutputLock:
             finally:
                 if self._handle is None:
                     handle.close()
+
+    def _open(self, output: Path) -> IO[str]:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            return open(self.path, "a")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CheckpointError(
+                f"--output={str(output)!r}: nothing can be written beside it: {error.strerror}; "
+                f"expected another place"
+            ) from None
 
     def release(self) -> None:
         """Drop the lock. A second call does nothing."""
