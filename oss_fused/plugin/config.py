@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -47,6 +48,11 @@ _TAKES = (None, "", QUANT_METHOD, *settings.MXFP4_METHODS)
 
 # what vLLM's pooling models call their last layer
 _CLASSIFIERS = ("score", "classifier")
+
+# options that need a model class or a scheduler of this package
+_OF_SERVER = ("burst", "short_step", "monitor_every", "monitor_fallback")
+
+logger = logging.getLogger(__name__)
 
 
 class OssFp8Config(QuantizationConfig):
@@ -219,6 +225,7 @@ class OssFp8Config(QuantizationConfig):
         # options are for the served model: its layers are not the draft's
         raw = None if self._drafts or is_draft(vllm_config) else raw_options(vllm_config)
         self.settings = settings.with_options(self.settings, raw)
+        _warn_of_idle_options(self.settings.serving, model.hf_config)
         self._bits16 = bits16_layers(self.settings.serving.monitor_policy)
         if self.settings.serving.self_check:
             from oss_fused.plugin.self_check import install as install_self_check
@@ -237,6 +244,21 @@ class OssFp8Config(QuantizationConfig):
             return self.settings.lm_head
         model = get_current_vllm_config().model_config.hf_config
         return getattr(model, "model_type", None) == "gpt_oss"
+
+
+def _warn_of_idle_options(options: settings.ServingOptions, hf_config: Any) -> None:
+    """Tell the user which options do nothing, as vLLM's own class serves the model."""
+    from oss_fused.plugin.registration import MODEL_CLASSES
+
+    architectures = getattr(hf_config, "architectures", None) or []
+    idle = [name for name in options.model_dump(exclude_defaults=True) if name in _OF_SERVER]
+    if idle and not any(name in MODEL_CLASSES for name in architectures):
+        logger.warning(
+            "oss_fused: %s: no effect with architectures=%s; expected one of %s",
+            ", ".join(f"{name}={getattr(options, name)!r}" for name in idle),
+            architectures,
+            ", ".join(MODEL_CLASSES),
+        )
 
 
 def _check_batch_invariance() -> None:

@@ -370,3 +370,25 @@ def test_outputs_that_an_api_server_takes_at_once(set_by_user, requests, expecte
     )
     shorten_steps(config)
     assert os.environ.get(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "idle"), [("MixtralForCausalLM", True), ("LlamaForCausalLM", False)]
+)
+def test_options_that_do_nothing_are_named(architecture, idle, monkeypatch, caplog):
+    """vLLM does not ask for our scheduler or monitor where its own class serves the model."""
+    from oss_fused.plugin import config
+
+    hf = SimpleNamespace(to_dict=dict, model_type="m", architectures=[architecture])
+    model = SimpleNamespace(hf_config=hf, runner_type="generate", trust_remote_code=False)
+    options = {"monitor_every": 7, "burst": 4, "expert_kernels": "native"}
+    vllm_config = SimpleNamespace(
+        model_config=model, speculative_config=None, additional_config={"oss_fused": options}
+    )
+    monkeypatch.setattr(config, "get_current_vllm_config", lambda: vllm_config)
+    with caplog.at_level("WARNING"):
+        config.OssFp8Config()._read_options()
+    text = (
+        "oss_fused: burst=4, monitor_every=7: no effect with architectures=['MixtralForCausalLM']"
+    )
+    assert (text in caplog.text) is idle
