@@ -234,7 +234,7 @@ def serve(run: Run) -> bool:
             run.compare()
             ready.append(name)
         run.times(ready, "ms_per_token")
-        killed = [name for name in ready if LAYOUTS[name][0] > 1 and name != RAY]
+        killed = [name for name in group if name in ready and LAYOUTS[name][0] > 1 and name != RAY]
         if killed:
             good &= fail_over(run, killed[0])
         run.stop(*run.up)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.docs.readers import (
     Passages,
     best,
@@ -85,13 +87,13 @@ def _two_nodes() -> Passages:
     assert all(entry["same_answer"] and entry["worker_killed"]["exit_status"] == 0 for entry in two)
     cable = load("h200x2/two_nodes_all_reduce.json")["two_nodes"]["by_tokens"]
     once = [cable[tokens]["us"] for tokens in ("1", "8", "4096")]
-    step = oss("gpt_oss_20b", 1, 128, "h200x2")
-    added = 48e-3 * once[0]
+    step = oss("gpt_oss_120b", 1, 128, "h200x2")
     return [
-        ("took {:.0f} us, of 8 tokens {:.0f} us, of 4096 tokens {:.0f} us", once),
-        ("48 of them, {:.1f} ms at one token: on paper {:.2f} ms", [added, step]),
-        ("become at most {:.1f} over", [step + added]),
-        ("with 72, gains {:.1f} ms", [72e-3 * once[0]]),
+        *_on_gpus(),
+        ("took {:.0f} us between two", once[:1]),
+        ("of 8 tokens {:.0f} us, of 4096 tokens {:.0f} us", once[1:]),
+        ("A step of 20b has 48: {:.1f} ms at one token", [48e-3 * once[0]]),
+        ("has 72 of them, {:.1f} ms. It takes {:.2f} ms on one node", [72e-3 * once[0], step]),
         (f"tokens equal to one process | {same} |", []),
         (
             "difference from one process | {} | {} | {} |",
@@ -104,6 +106,41 @@ def _two_nodes() -> Passages:
         (
             "started again until the first answer, s | | {} | {} |",
             [entry["restart_seconds"] for entry in two],
+        ),
+    ]
+
+
+def _on_gpus() -> Passages:
+    """Two H200s as two nodes."""
+    report = load("h200x2/two_nodes.json")
+    layouts = report["layouts"]
+    others = [layouts[name] for name in ("tp2", "two_nodes_tp2", "two_nodes_pp2", "dp2_ep")]
+    distances = [entry["distance_from_tp1"] for entry in others]
+    assert all(distance["agrees"] for distance in distances)
+    again = layouts["two_nodes_tp2"]["distance_from_tp2"]
+    assert again["same_text"] and not again["largest_logprob_difference"]
+
+    def ms(entry: dict[str, Any], batch: int = 1) -> float:
+        return float(entry["ms_per_token"][f"batch_{batch}"]["median"])
+
+    one, two = layouts["tp1"], layouts["two_nodes_tp2"]
+    same = " | ".join(distance["same_tokens"] for distance in distances)
+    return [
+        (f"tokens equal to one GPU | | {same} |", []),
+        (
+            "difference from one GPU | | {} | {} | {} | {} |",
+            [distance["largest_logprob_difference"] for distance in distances],
+        ),
+        (
+            "one request | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |",
+            [ms(entry) for entry in (one, *others)],
+        ),
+        ("two nodes takes {:.2f} times", [report["tp2_tpot_ratio"]]),
+        ("two nodes cost {:.2f} ms", [ms(two) - ms(layouts["tp2"])]),
+        ("takes {:.2f} ms per token and TP 2 over two nodes {:.2f}", [ms(one, 8), ms(two, 8)]),
+        (
+            "PP ended {} s after",
+            [layouts["two_nodes_pp2"]["worker_killed"]["seconds"]],
         ),
     ]
 
