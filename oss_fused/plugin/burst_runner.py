@@ -88,7 +88,7 @@ class BurstRunner(GPUModelRunner):
         if burst > 1:
             result = self._continue(result[0].sampled_token_ids, input_batch)
         if not input_batch.has_prefill:
-            self.timer.stop(input_batch.num_reqs, burst)
+            self.timer.stop(input_batch.num_reqs)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -111,7 +111,10 @@ class BurstRunner(GPUModelRunner):
                 ids.view(-1), tokens, step, *self._step_buffers(batch.seq_lens)
             )
             lengths += 1
-            output, _, _ = super().sample(self._forward(batch), batch, None)
+            # the last step alone is timed: the host has got ahead of the device by then, while
+            # the first ones wait for their launches, the more so the shorter the burst is
+            last = step == burst - 2
+            output, _, _ = super().sample(self._forward(batch, last), batch, None)
             ids = output.sampled_token_ids
         tokens[:, -1] = ids.view(-1)
         sampled, rejected = (count[:requests] for count in self._count(burst))
@@ -129,12 +132,14 @@ class BurstRunner(GPUModelRunner):
             tables.block_sizes,
         )
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
+    def _forward(self, batch: InputBatch, timed: bool) -> torch.Tensor:
         """Hidden states [tokens with padding, H] of the step whose inputs are in the buffers."""
         desc = self._desc
         metadata = self.model_state.prepare_attn(
             batch, desc.cg_mode, self._tables, self._slots, self.attn_groups, self.kv_cache_config
         )
+        if timed and self.timed:
+            self.timer.start()
         if desc.cg_mode == CUDAGraphMode.FULL:
             return cast(torch.Tensor, self.cudagraph_manager.run_fullgraph(desc))
         tokens = batch.num_tokens_after_padding
@@ -201,28 +206,28 @@ class StepTimer:
     def __init__(self) -> None:
         """No step has run."""
         self._started: torch.cuda.Event | None = None
-        # start, end, requests and tokens of each request
-        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event, int, int]] = deque()
+        # start, end and requests of a step
+        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
 
     def start(self) -> None:
-        """The forward pass of a step comes next."""
+        """The forward pass of a step comes next; one that began before is not timed."""
         self._started = torch.cuda.Event(enable_timing=True)
         self._started.record()
 
-    def stop(self, requests: int, tokens: int) -> None:
-        """All of a decode step of ``tokens`` per request is launched."""
+    def stop(self, requests: int) -> None:
+        """All of a decode step is launched."""
         if self._started is not None:
             end = torch.cuda.Event(enable_timing=True)
             end.record()
-            self._under_way.append((self._started, end, requests, tokens))
+            self._under_way.append((self._started, end, requests))
             self._started = None
 
     def finished(self) -> list[tuple[int, float]]:
-        """Requests, and seconds per token of each, of steps that have ended since the last call."""
+        """Requests and seconds of steps that have ended since the last call."""
         times = []
         while self._under_way and self._under_way[0][1].query():
-            start, end, requests, tokens = self._under_way.popleft()
-            times.append((requests, start.elapsed_time(end) * 1e-3 / tokens))
+            start, end, requests = self._under_way.popleft()
+            times.append((requests, start.elapsed_time(end) * 1e-3))
         return times
 
 

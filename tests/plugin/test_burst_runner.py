@@ -32,8 +32,8 @@ class Timer:
     def start(self):
         self.told.append("start")
 
-    def stop(self, *args):
-        self.told.append(args)
+    def stop(self, requests):
+        self.told.append(requests)
 
     def finished(self):
         return [(2, 0.5)]
@@ -46,7 +46,7 @@ class Device:
         draw = torch.Generator().manual_seed(0)
         runner = self.runner = BurstRunner.__new__(BurstRunner)
         runner.device, runner.max_num_reqs, runner.burst = torch.device("cpu"), PADDED, burst
-        runner._counts, runner.timer = {}, Timer()
+        runner._counts, runner.timer, runner.timed = {}, Timer(), True
         table = torch.randint(1, 99, (PADDED, 9), generator=draw, dtype=torch.int32)
         runner.input_buffers = SimpleNamespace(
             input_ids=torch.tensor([7, 8, 9, 5], dtype=torch.int32),
@@ -95,6 +95,7 @@ class Device:
         """Hidden states from all that a step's kernels read."""
         buffers, tables = self.runner.input_buffers, self.runner.block_tables
         self.seen.append(how)
+        self.runner.timer.told.append(how)
         if inputs:
             assert inputs["input_ids"] is self.batch.input_ids
             assert inputs["positions"] is self.batch.positions
@@ -159,7 +160,8 @@ def test_a_burst_is_single_steps_in_a_row(mode, how, burst, monkeypatch):
         assert metadata == "metadata" and options["num_tokens"] == PADDED
         assert options["cudagraph_runtime_mode"] == mode
         assert options["slot_mapping"] == ("slots", "cache")
-    assert device.runner.timer.told == [(ROWS, burst)]
+    # the last step alone is timed, from its forward pass on
+    assert device.runner.timer.told == [how] * (burst - 2) + ["start", how, ROWS]
 
 
 def test_a_single_step_is_vllms(monkeypatch):
@@ -170,7 +172,7 @@ def test_a_single_step_is_vllms(monkeypatch):
     device.batch.has_prefill = True
     device.runner.sample(torch.arange(4), device.batch, None)
     # steps that read prompts are no measure of decode steps
-    assert device.runner.timer.told == [(ROWS, 1)]
+    assert device.runner.timer.told == [ROWS]
 
 
 def test_ids_that_are_being_copied_are_not_written_again(monkeypatch):
@@ -250,15 +252,15 @@ class Event:
 def test_times_come_without_waiting(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     timer = StepTimer()
-    timer.stop(1, 1)  # a step that did not begin here, as in vLLM's warm-up
+    timer.stop(1)  # a step that did not begin here, as in vLLM's warm-up
     for begin, end in ((0.0, 8.0), (8.0, 12.0), (12.0, 30.0)):
         Event.now = begin
         timer.start()
         Event.now = end
-        timer.stop(2, 4)
+        timer.stop(2)
     assert timer.finished() == []
     Event.done = 12.0
-    assert timer.finished() == [(2, pytest.approx(0.002)), (2, pytest.approx(0.001))]
+    assert timer.finished() == [(2, pytest.approx(0.008)), (2, pytest.approx(0.004))]
     assert timer.finished() == []
 
 
