@@ -60,7 +60,7 @@ def test_rmsnorm_rope_edges(backend, device):
         op(x, w, cos[:2], sin[:2], 1e-6)
 
 
-@pytest.mark.parametrize("heads,dim", [(5, 16), (3, 64), (16, 128)])
+@pytest.mark.parametrize("heads,dim", [(5, 16), (3, 64), (16, 128), (45, 64), (33, 128), (40, 256)])
 def test_rmsnorm_rope_rows_of_a_program(heads, dim, device):
     """What the tuner varies changes no result, whether or not the rows divide evenly."""
     op = get_kernel("triton", "rmsnorm_rope")

@@ -18,6 +18,14 @@ from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import round_to
 
 
+@triton.jit
+def _load_more(row, left, half, mask, hint: tl.constexpr):
+    """Both halves of the heads of the second tile."""
+    x_left = tl.load(row + left, mask=mask, other=0.0, eviction_policy=hint)
+    x_right = tl.load(row + left + half, mask=mask, other=0.0, eviction_policy=hint)
+    return x_left, x_right
+
+
 @triton.jit(do_not_specialize=["rows", "sequence"])
 def _rmsnorm_rope_kernel(
     x,
@@ -35,6 +43,7 @@ def _rmsnorm_rope_kernel(
     stride_sin,
     eps,
     HEADS: tl.constexpr,
+    MORE: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -50,6 +59,11 @@ def _rmsnorm_rope_kernel(
     start_next()
     gain_left = tl.load(weight + left, mask=mask, other=0.0)
     gain_right = tl.load(weight + right, mask=mask, other=0.0)
+    if MORE:
+        others = HEADS + tl.arange(0, MORE)[:, None]
+        more = others * (2 * half) + lane
+        in_more = (others < heads) & in_half
+        more_gains = _load_more(weight, more, half, in_more, "")
     # added after the divisions, which cost much more in 64 bits than in 32
     wide = tl.program_id(0).to(tl.int64) * 0
     for index in tl.range(0, ROWS, num_stages=STAGES):
@@ -60,6 +74,8 @@ def _rmsnorm_rope_kernel(
         # x and out pass L2 as a stream: only both hints together are worth anything, a tenth
         x_left = tl.load(source + left, mask=mask, other=0.0, eviction_policy="evict_first")
         x_right = tl.load(source + right, mask=mask, other=0.0, eviction_policy="evict_first")
+        if MORE:
+            x_more = _load_more(source, more, half, in_more, "evict_first")
         cos_row = cos + token * stride_cos
         sin_row = sin + token * stride_sin
         cos_left = tl.load(cos_row + lane, mask=in_half, other=0.0).to(tl.float32)
@@ -68,8 +84,13 @@ def _rmsnorm_rope_kernel(
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         x_left = x_left.to(tl.float32)
         x_right = x_right.to(tl.float32)
-        total = tl.sum(x_left * x_left + x_right * x_right)
-        rstd = tl.rsqrt(total / (heads * 2 * half) + eps)
+        squares = x_left * x_left + x_right * x_right
+        if MORE:
+            more_left, more_right = x_more[0].to(tl.float32), x_more[1].to(tl.float32)
+            # heads MORE apart lie in one thread: nothing is exchanged before the reduction
+            squares = tl.sum(tl.reshape(squares, [HEADS // MORE, MORE, HALF]), 0)
+            squares += more_left * more_left + more_right * more_right
+        rstd = tl.rsqrt(tl.sum(squares) / (heads * 2 * half) + eps)
         # rstd goes to the few factors of a row's lanes, not to all of its values
         y_left = x_left * gain_left.to(tl.float32)
         y_right = x_right * gain_right.to(tl.float32)
@@ -78,6 +99,13 @@ def _rmsnorm_rope_kernel(
         out_right = y_right * (cos_right * rstd) + y_left * (sin_right * rstd)
         tl.store(target + left, round_to(out_left, dtype), mask=mask, cache_modifier=".cs")
         tl.store(target + right, round_to(out_right, dtype), mask=mask, cache_modifier=".cs")
+        if MORE:
+            y_left = more_left * more_gains[0].to(tl.float32)
+            y_right = more_right * more_gains[1].to(tl.float32)
+            out_left = round_to(y_left * (cos_left * rstd) - y_right * (sin_left * rstd), dtype)
+            out_right = round_to(y_right * (cos_right * rstd) + y_left * (sin_right * rstd), dtype)
+            tl.store(target + more, out_left, mask=in_more, cache_modifier=".cs")
+            tl.store(target + more + half, out_right, mask=in_more, cache_modifier=".cs")
 
 
 def _rule(heads: int, half: int) -> dict[str, int]:
@@ -88,6 +116,16 @@ def _rule(heads: int, half: int) -> dict[str, int]:
     them through shared memory.
     """
     return {"num_warps": min(max(heads * half // 1024, half // 16, 1), 16), "rows": 1, "stages": 1}
+
+
+def _tiles(block: int, heads: int, half: int, warps: int) -> tuple[int, int]:
+    """Heads of the first and of the second tile of a row, of which ``block`` is the power of two.
+
+    Two tiles where they leave a quarter of ``block`` out and the second has a vector for each
+    thread; else the second is 0.
+    """
+    split = 4 * heads <= 3 * block and block * half >= 1024 * warps
+    return (block // 2, block // 4) if split else (block, 0)
 
 
 def rmsnorm_rope(
@@ -114,6 +152,7 @@ def rmsnorm_rope(
     head_block, half_block = next_power_of_2(heads), next_power_of_2(half)
     rows = batch * sequence
     config = config or _rule(head_block, half_block)
+    first, second = _tiles(head_block, heads, half_block, config["num_warps"])
     _rmsnorm_rope_kernel[(cdiv(rows, config["rows"]),)](
         x,
         weight.contiguous(),
@@ -129,7 +168,8 @@ def rmsnorm_rope(
         cos.stride(0),
         sin.stride(0),
         eps,
-        HEADS=head_block,
+        HEADS=first,
+        MORE=second,
         HALF=half_block,
         ROWS=config["rows"],
         STAGES=config["stages"],
