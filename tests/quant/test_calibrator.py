@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from oss_fused.errors import (
     SchemeError,
 )
 from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.checkpoint.audit import audit
 from oss_fused.quant.formats import amax_to_scale, dequantize, quantize, relative_error
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 from oss_fused.quant.recipe import make_recipe
@@ -148,6 +151,16 @@ def test_experts_in_every_form(models: Models, tmp_path: Path, kind: str, target
         got = unpack_mxfp4(after[f"{name}_blocks"][2], after[f"{name}_scales"][2])
         bound = 0.0 if kind == "gpt-oss-mxfp4" else 0.15
     assert relative_error(exact, got) <= bound
+
+
+def test_the_output_names_no_code_that_it_lacks(models: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(models("llama"), source)
+    code = {"AutoConfig": "custom.Config"}
+    (source / "config.json").write_text(json.dumps({**config_of(source), "auto_map": code}))
+    calibrate(source, tmp_path / "out")
+    assert "auto_map" not in config_of(tmp_path / "out")
+    audit(tmp_path / "out")
 
 
 def test_lm_head_of_a_tied_model_gets_its_own_tensor(models: Models, tmp_path: Path) -> None:

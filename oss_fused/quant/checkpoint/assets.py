@@ -52,7 +52,9 @@ def write_config(
     untie: bool,
     dtype: str | None = None,
 ) -> None:
-    """Write config.json: the source's, with ``quantization_config`` and nothing else changed.
+    """Write config.json: the source's, with ``quantization_config``.
+
+    ``auto_map`` goes: it names Python files of the source, which are not copied and were not run.
 
     Args:
         target: folder.
@@ -62,6 +64,7 @@ def write_config(
         dtype: of what is not quantised, None for the source's.
     """
     written = {**config, "quantization_config": quantization_config}
+    written.pop("auto_map", None)
     if dtype is not None:
         written.pop("torch_dtype", None)  # its older name
         written["dtype"] = dtype
