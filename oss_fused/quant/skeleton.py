@@ -16,6 +16,7 @@ from oss_fused.quant.checkpoint.audit import (
     FAMILIES,
     GATED,
     check_config,
+    check_layers,
     expected_shapes,
     quant_method,
 )
@@ -134,6 +135,7 @@ class ModelSkeleton:
 
     def _check_tensors(self) -> None:
         _check_leftovers(self.reader)
+        check_layers(self.reader)
         present = {_plain(name) for name in self.reader.names()}
         for name, shape in self._expected().items():
             if name not in present:

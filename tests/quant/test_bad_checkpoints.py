@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from oss_fused.errors import CheckpointError, OssFusedError
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from oss_fused.quant.checkpoint.audit import audit
 from oss_fused.quant.recipe import make_recipe
 from tests.quant.runs import Models, calibrate, changed, config_of, digests
 
@@ -79,6 +80,7 @@ def test_integer_weights_are_refused(models: Models, tmp_path: Path) -> None:
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 100_000}, "num_hidden_layers=100000"),
     ({"num_hidden_layers": 1000}, r"'model\.layers\.2\..*' is missing"),
+    ({"num_hidden_layers": 1}, r"'model\.layers\.1\..*' is of layer 1; .*num_hidden_layers=1"),
     ({"num_hidden_layers": "2"}, "num_hidden_layers=2: expected an integer"),
     ({"hidden_size": -64}, "hidden_size=-64"),
     ({"hidden_size": 1 << 40}, "hidden_size="),
@@ -113,6 +115,16 @@ def test_absurd_configurations_are_named_at_once(
         checked(source, tmp_path)
     assert time.process_time() - begun < 10
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_layers_beyond_the_configs_are_refused_before_they_are_served(
+    models: Models, tmp_path: Path
+) -> None:
+    source = changed(models, tmp_path, "llama")
+    assert audit(source)
+    (source / "config.json").write_text(json.dumps({**config_of(source), "num_hidden_layers": 1}))
+    with pytest.raises(CheckpointError, match="is of layer 1; .*num_hidden_layers=1"):
+        audit(source)
 
 
 def test_a_config_that_is_no_file_is_refused(models: Models, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the headers, and every scale is checked.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ _OPTIONAL_SIZES = (
 _KNOWN_METHODS = (None, "oss_fp8", "mxfp4", "gpt_oss_mxfp4")
 # architectures that end otherwise have layers of their own: draft heads, for example
 _HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+_IN_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 _MXFP4_BLOCK = 32
 _E8M0_NAN = 255
 
@@ -94,6 +96,7 @@ def audit(
             for name in reader.names():
                 reader.dtype(name)
             _check_shapes(reader)
+            check_layers(reader)
         _check_scale_layout(reader)
     if values:
         for name in reader.names():
@@ -143,6 +146,22 @@ def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise CheckpointError(
                 f"config.json: {key}={str(value)[:80]}: expected an integer from 1 to {limit}"
+            )
+
+
+def check_layers(reader: CheckpointReader) -> None:
+    """Refuse tensors of layers beyond those of config.json, which vLLM fails to load.
+
+    Raises:
+        CheckpointError: names the first such tensor.
+    """
+    layers = reader.config["num_hidden_layers"]
+    for name in reader.names():
+        match = _IN_LAYER.match(name)
+        if match and int(match[1]) >= layers:
+            raise CheckpointError(
+                f"{reader.file(name)}: tensor {name!r} is of layer {match[1]}; config.json has "
+                f"num_hidden_layers={layers}, so layers 0 to {layers - 1} were expected"
             )
 
 
