@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
+from triton.runtime import driver
 
 from oss_fused.kernels.numerics import INTERPRETED
 
@@ -79,3 +80,12 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; a Hopper GPU's for the interpreter."""
+    if device.type != "cuda":
+        return 227 * 1024
+    device_index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(device_index)["max_shared_mem"])

@@ -73,6 +73,27 @@ def test_splits_have_a_least_size(device, monkeypatch):
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("cache", [None, FP8])
+def test_any_number_of_splits(device, monkeypatch, cache):
+    # more than are read at once, not a power of two, and of which some have no work
+    eleven = Launch(splits=11, block_n=64, warps=4, min_tiles=1)
+    monkeypatch.setattr(attention_decode, "launch_for", lambda *_: eleven)
+    args = make(device, [700, 64, 5, 330], dim=128, cache=cache)
+    one = None if cache is None else torch.ones(1, device=device)
+    expected, actual = both(args, k=one, v=one)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("block_n", "warps"), [(16, 1), (32, 2), (128, 2), (128, 8), (256, 4)])
+@pytest.mark.parametrize("page", [8, 16, 24, 64])
+def test_pages_and_warps_of_any_size(device, monkeypatch, block_n, warps, page):
+    launch = Launch(splits=2, block_n=block_n, warps=warps, min_tiles=1)
+    monkeypatch.setattr(attention_decode, "launch_for", lambda *_: launch)
+    args = make(device, [291, 128, 3], q_heads=4, page=page)
+    expected, actual = both(args)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
 def with_queries(device, lens, counts, **shape):
     """Arguments of sequences of ``lens`` positions, the last ``counts`` of which are queries."""
     args = make(device, lens, **shape)
@@ -194,6 +215,22 @@ def test_fp8_cache_and_query(device):
     torch.testing.assert_close(actual, expected, **TOLERANCE)
     args[0] = args[0].to(FP8)
     expected, actual = both(args, q=scales[0], k=scales[1], v=scales[2])
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("query", [torch.bfloat16, FP8])
+def test_fp8_columns_at_odd_addresses(device, query):
+    args = make(device, [100, 33], cache=FP8)
+    args[0] = args[0].to(query)
+    one = torch.ones(1, device=device)
+    expected, _ = both(args, q=one, k=one, v=one)
+    for cache in (1, 2):
+        pages, size, heads, dim = args[cache].shape
+        wide = torch.zeros(pages, size, heads, dim + 1, dtype=torch.uint8, device=device)
+        wide[..., 1:] = args[cache].view(torch.uint8)
+        args[cache] = wide.view(FP8)[..., 1:]
+    again, actual = both(args, q=one, k=one, v=one)
+    assert torch.equal(again, expected)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 

@@ -33,7 +33,7 @@ _BEFORE = "gate_up waited for what wrote it, and w2's kernel for gate_up, before
 ALLOWED = {
     ("attention.triton._decode_attention_kernel", "_tokens", "seq_lens"): _TABLE,
     ("attention.triton._decode_attention_kernel", "_tokens", "query_starts"): _TABLE,
-    ("attention.triton._decode_attention_kernel", "_pointers", "table"): _TABLE,
+    ("attention.triton._decode_attention_kernel", "load_pages", "table"): _TABLE,
     ("gemm.gemv._gemv_kernel", "_load_weights", "rows_b"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,

@@ -45,17 +45,17 @@ class Layer(Attention):
         self._q_scale, self._k_scale, self._v_scale = map(torch.tensor, (Q_SCALE, K_SCALE, V_SCALE))
 
 
-def adopted(*impls, rows=ROWS, max_model_len=4096, drafts=None, sequences=1, **parallel):
+def adopted(*impls, rows=ROWS, drafts=None, sequences=1, **parallel):
     layers = [Layer(impl) for impl in impls]
     adopt_attention(
         nn.ModuleList(layers),
         SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
+            cache_config=SimpleNamespace(block_size=PAGE),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=rows, max_num_seqs=sequences),
             speculative_config=(
                 None if drafts is None else SimpleNamespace(num_speculative_tokens=drafts)
             ),
-            model_config=SimpleNamespace(max_model_len=max_model_len),
         ),
     )
     return layers
@@ -253,10 +253,6 @@ def test_layers_that_stay_flash_attentions(name, value):
     assert type(other.impl) is FlashAttentionImpl and type(ours.impl) is OssAttentionImpl
 
 
-def test_none_is_adopted_where_steps_overlap_or_heads_are_large():
+def test_none_is_adopted_where_steps_overlap():
     (layer,) = adopted(implementation(), use_ubatching=True)
-    assert type(layer.impl) is FlashAttentionImpl
-    large = implementation(fp8=True)
-    large.head_size = 128
-    (layer,) = adopted(large)
     assert type(layer.impl) is FlashAttentionImpl

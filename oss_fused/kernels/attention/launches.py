@@ -12,41 +12,48 @@ from oss_fused.kernels.integers import cdiv, next_power_of_2
 class Launch(NamedTuple):
     """How a batch is cut up: programs a head, positions a tile and warps of one.
 
-    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them.
+    A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them. Keys and
+    values of ``stages - 1`` tiles are on their way or in use at once.
     """
 
     splits: int
     block_n: int
     warps: int
     min_tiles: int
+    stages: int = 3
 
 
 # (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
 # beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md)
 _PROGRAMS = (8, 64, 512)
-_LARGE_HEADS = (
-    Launch(16, 128, 8, 1),
-    Launch(4, 128, 4, 2),
-    Launch(1, 128, 4, 1),
-    Launch(1, 64, 4, 1),
-)
 _LAUNCHES = {
     (False, False): (
-        Launch(32, 128, 4, 1),
-        Launch(4, 128, 8, 2),
-        Launch(4, 128, 4, 8),
-        Launch(4, 64, 4, 16),
+        Launch(32, 128, 4, 1, 4),
+        Launch(4, 64, 2, 2, 4),
+        Launch(1, 64, 2, 1, 4),
+        Launch(1, 64, 2, 1, 4),
     ),
     (False, True): (
-        Launch(64, 128, 4, 1),
-        Launch(8, 128, 4, 1),
-        Launch(2, 128, 4, 4),
-        Launch(1, 128, 4, 1),
+        Launch(32, 128, 4, 1, 4),
+        Launch(8, 64, 2, 2, 4),
+        Launch(2, 64, 2, 8, 4),
+        Launch(1, 64, 2, 1, 4),
     ),
-    # two warps: more programs fit a multiprocessor, 134 us instead of 151 at batch 128 and 1024
-    (True, False): (*_LARGE_HEADS[:3], Launch(1, 64, 2, 1)),
-    (True, True): _LARGE_HEADS,
+    (True, False): (
+        Launch(32, 64, 4, 2, 3),
+        Launch(4, 64, 4, 2, 3),
+        Launch(1, 64, 4, 1, 3),
+        Launch(1, 32, 2, 1, 4),
+    ),
+    (True, True): (
+        Launch(32, 128, 4, 1, 3),
+        Launch(8, 64, 2, 2, 4),
+        Launch(2, 64, 2, 4, 4),
+        Launch(1, 64, 2, 1, 4),
+    ),
 }
+# a window that is one tile
+_SHORT_WINDOW = Launch(1, 128, 4, 1)
 # rows of a program's tile: query heads times tokens
 _TILE = 64
 
@@ -71,5 +78,7 @@ def launch_for(
     """
     bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
     best = _LAUNCHES[head_dim > 64, fp8][bucket]
+    if 0 < window <= _SHORT_WINDOW.block_n:
+        best = _SHORT_WINDOW._replace(warps=8 if head_dim > 64 else 4)
     tiles = cdiv(min(window or positions, positions), best.block_n)
     return best._replace(splits=min(best.splits, next_power_of_2(tiles)))

@@ -6,6 +6,12 @@ window is 0). query [T, Hq, D]; caches [pages, page_size, Hkv, D] of any stride 
 along D, bf16, fp16 or e4m3. The Hq / Hkv query heads of several tokens share a program, padded to a
 tensor-core tile: all of them read keys and values once.
 
+A tile's positions belong to the program's warps in equal parts (a product of three dimensions, the
+first of which is the warp): each warp has a maximum, a weight and a sum of its own until the end,
+so that tiles need no exchange between warps. With more than 16 rows such sums exceed the registers;
+then the warps share them. The pages of a tile are read one tile ahead: its keys and values are then
+loads without a load before them, which the compiler starts early.
+
 Split over the context: several programs a head take equal runs of tiles. A split that is alone
 writes the result; otherwise each leaves its sum, maximum and weight in a scratch buffer, and the
 one that arrives last adds them up in order: one launch, no float atomics, the same bits each run.
@@ -24,13 +30,26 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.attention.launches import launch_for, tokens_per_program
+from oss_fused.kernels.attention.pages import load_pages, positions_in_a_page
+from oss_fused.kernels.attention.splits import Splits, gather, leave
+from oss_fused.kernels.attention.tiles import LEAST, attend
 from oss_fused.kernels.cache import Heads, paged_cache
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.numerics import INTERPRETED, from_fp8, round_to
+from oss_fused.kernels.launch import (
+    pdl_options,
+    shared_memory,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
+from oss_fused.kernels.numerics import INTERPRETED, round_to
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+# sums that fit the registers of one warp: of 16 rows of 128 columns
+_WARP_SUMS = 16 * 128
+# shared memory beside keys and values: queries and weights of a tile of 64 rows
+_OTHER_BYTES = 32 * 1024
 
 
 class _Rows(NamedTuple):
@@ -39,32 +58,6 @@ class _Rows(NamedTuple):
     data: Any
     row_stride: Any
     head_stride: Any
-
-
-class _Splits(NamedTuple):
-    """What splits of one head leave for the last of them; arrivals [programs * Hkv] counts them.
-
-    sums [slots, BLOCK_G, BLOCK_D] and stats [slots, BLOCK_G, 2] (maximum, weight) are float32.
-    """
-
-    arrivals: Any
-    sums: Any
-    stats: Any
-
-
-@triton.jit
-def _load(pointers, mask, dtype: tl.constexpr):
-    tile = tl.load(pointers, mask=mask, other=0.0)
-    if tile.dtype == tl.float8e4nv:
-        # e4m3 -> bf16 is exact
-        return from_fp8(tile).to(dtype)
-    else:
-        return tile.to(dtype)
-
-
-@triton.jit
-def _store(pointers, values, mask):
-    tl.store(pointers, round_to(values, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -103,47 +96,9 @@ def _span(position, tokens, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _seen(begin, end, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which positions from ``begin`` on each row sees; ``last`` [rows, 1], None for all to end."""
-    positions = (begin + tl.arange(0, BLOCK_N))[None, :]
-    seen = positions < end
-    if last is not None:
-        seen &= positions <= last
-        if WINDOW > 0:
-            seen &= positions > last - WINDOW
-    return seen
-
-
-@triton.jit
-def _pointers(keys, values, table, begin, end, head, columns, BLOCK_N: tl.constexpr):
-    """Pointers [BLOCK_N, D] of a head's keys and values from ``begin`` on; which are before end."""
-    positions = begin + tl.arange(0, BLOCK_N)
-    valid = positions < end
-    pages = tl.load(table + positions // keys.page_size, mask=valid, other=0).to(tl.int64)
-    slots = positions % keys.page_size
-    k_rows = pages * keys.block_stride + slots * keys.page_stride
-    v_rows = pages * values.block_stride + slots * values.page_stride
-    key_head = keys.data + head * keys.head_stride
-    value_head = values.data + head * values.head_stride
-    key_offsets = k_rows[:, None] + columns[None, :]
-    value_offsets = v_rows[:, None] + columns[None, :]
-    return key_head + key_offsets, value_head + value_offsets, valid
-
-
-@triton.jit
 def _head_pointers(tensor, rows, heads, columns):
     offsets = rows * tensor.row_stride + heads * tensor.head_stride
     return tensor.data + (offsets[:, None] + columns[None])
-
-
-@triton.jit
-def _nothing(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr):
-    """Maximum, weight and weighted sum of no position.
-
-    LEAST is finite where a row may see no position of a tile: -inf less itself would be NaN.
-    """
-    best = tl.full([BLOCK_G], LEAST, tl.float32)
-    return best, tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
 
 @triton.jit
@@ -155,71 +110,6 @@ def _logit_scale(softmax_scale, scales):
     if scales.k is not None:
         scale *= tl.load(scales.k)
     return scale
-
-
-@triton.jit
-def _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE: tl.constexpr):
-    """One step of the online softmax; a row that sees nothing has a finite ``best``."""
-    logits = tl.dot(q, tl.trans(k)) * scale
-    logits = tl.where(seen, logits, float("-inf"))
-    new_best = tl.maximum(best, tl.max(logits, 1))
-    weights = tl.exp2(logits - new_best[:, None])
-    shrink = tl.exp2(best - new_best)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(round_to(weights, DTYPE), v)
-    return new_best, total, acc
-
-
-@triton.jit
-def _leave(splits, slot, best, total, acc):
-    """Leave the result of this split; returns how many had arrived before it."""
-    BLOCK_G: tl.constexpr = acc.shape[0]
-    BLOCK_D: tl.constexpr = acc.shape[1]
-    here = (slot * tl.num_programs(2) + tl.program_id(2)) * BLOCK_G + tl.arange(0, BLOCK_G)
-    columns = tl.arange(0, BLOCK_D)
-    tl.store(splits.sums + here[:, None] * BLOCK_D + columns[None, :], acc)
-    tl.store(splits.stats + here * 2, best)
-    tl.store(splits.stats + here * 2 + 1, total)
-    # every thread's stores come before the arrival that announces them
-    tl.debug_barrier()
-    return tl.atomic_add(splits.arrivals + slot, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def _gather(
-    splits, slot, active, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr
-):
-    """Maximum, weight and weighted sum of all splits of a head, in their order; count anew."""
-    tl.store(splits.arrivals + slot, 0)
-    best, total, acc = _nothing(BLOCK_G, BLOCK_D, LEAST)
-    columns = tl.arange(0, BLOCK_D)
-    for other in range(0, active):
-        there = (slot * tl.num_programs(2) + other) * BLOCK_G + tl.arange(0, BLOCK_G)
-        other_best = tl.load(splits.stats + there * 2, cache_modifier=".cg")
-        other_total = tl.load(splits.stats + there * 2 + 1, cache_modifier=".cg")
-        other_sums = splits.sums + there[:, None] * BLOCK_D + columns[None, :]
-        other_acc = tl.load(other_sums, cache_modifier=".cg")
-        new_best = tl.maximum(best, other_best, propagate_nan=tl.PropagateNan.ALL)
-        shrink = tl.exp2(best - new_best)
-        grow = tl.exp2(other_best - new_best)
-        total = total * shrink + other_total * grow
-        acc = acc * shrink[:, None] + other_acc * grow[:, None]
-        best = new_best
-    return best, total, acc
-
-
-@triton.jit
-def _join(splits, head, active, best, total, acc, HEADS: tl.constexpr, LEAST: tl.constexpr):
-    """Whether this split writes the result of its head; the sums of all splits where it does."""
-    BLOCK_G: tl.constexpr = acc.shape[0]
-    BLOCK_D: tl.constexpr = acc.shape[1]
-    writes = active == 1
-    if active > 1:
-        slot = tl.program_id(0).to(tl.int64) * HEADS + head
-        writes = _leave(splits, slot, best, total, acc) == active - 1
-        if writes:
-            best, total, acc = _gather(splits, slot, active, BLOCK_G, BLOCK_D, LEAST)
-    return writes, best, total, acc
 
 
 @triton.jit
@@ -236,6 +126,30 @@ def _normalize(best, total, acc, sinks, heads, in_group, v_scale):
     if v_scale is not None:
         result *= tl.load(v_scale)
     return result
+
+
+@triton.jit
+def _finish(
+    out,
+    best,
+    total,
+    acc,
+    sinks,
+    v_scale,
+    head,
+    row,
+    tokens,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Divide by the weights and store the rows of a program's tokens."""
+    lanes, columns = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    in_group = lanes < tokens * GROUP
+    heads, rows = head * GROUP + lanes % GROUP, row + lanes // GROUP
+    result = _normalize(best, total, acc, sinks, heads, in_group, v_scale)
+    mask = in_group[:, None] & (columns < HEAD_DIM)[None, :]
+    pointers = _head_pointers(out, rows, heads, columns)
+    tl.store(pointers, round_to(result, pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "min_tiles"])
@@ -259,13 +173,18 @@ def _decode_attention_kernel(
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    RUN: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    LEAST: tl.constexpr = float("-inf") if query_starts is None else -3.4028234663852886e38
     head = tl.program_id(1)
     wait_unless(PREFETCH)
     sequence, row, position, tokens = _tokens(seq_lens, query_starts, TOKENS, CHUNKS)
@@ -276,50 +195,81 @@ def _decode_attention_kernel(
     in_group = lanes < tokens * GROUP
     heads, rows = head * GROUP + lanes % GROUP, row + lanes // GROUP
     last = _last_seen(position, in_group, query_starts, GROUP)
-    in_d = (columns < HEAD_DIM)[None, :]
-    mask_q = in_group[:, None] & in_d
     table = block_table + sequence * table_stride
-    k, v, valid = _pointers(keys, values, table, begin, end, head, columns, BLOCK_N)
+    pages = load_pages(table, begin, end, keys.page_size, BLOCK_N, WARPS, RUN)
     if HEAD_DIM <= 64:
         start_next()
     wait_for_inputs()
-    k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
-    q = _load(_head_pointers(query, rows, heads, columns), mask_q, DTYPE)
-    if HEAD_DIM > 64:
-        # the next kernels' weights would come before these larger keys and values
-        start_next()
+    mask_q = in_group[:, None] & (columns < HEAD_DIM)[None, :]
     scale = _logit_scale(softmax_scale, scales)
-    best, total, acc = _nothing(BLOCK_G, BLOCK_D, LEAST)
-    # a padding row has no position at all
-    if end > begin:
-        seen = _seen(begin, end, last, WINDOW, BLOCK_N)
-        best, total, acc = _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE)
-    for start in range(begin + BLOCK_N, end, BLOCK_N):
-        k, v, valid = _pointers(keys, values, table, start, end, head, columns, BLOCK_N)
-        k, v = _load(k, valid[:, None] & in_d, DTYPE), _load(v, valid[:, None] & in_d, DTYPE)
-        seen = _seen(start, end, last, WINDOW, BLOCK_N)
-        best, total, acc = _add_tile(q, k, v, seen, scale, best, total, acc, DTYPE)
-    writes, best, total, acc = _join(splits, head, active, best, total, acc, HEADS, LEAST)
-    if writes:
-        result = _normalize(best, total, acc, sinks, heads, in_group, scales.v)
-        _store(_head_pointers(out, rows, heads, columns), result, mask_q)
+    best, total, acc = attend(
+        _head_pointers(query, rows, heads, columns),
+        mask_q,
+        keys,
+        values,
+        head,
+        table,
+        pages,
+        begin,
+        end,
+        last,
+        scale,
+        HEAD_DIM,
+        WINDOW,
+        BLOCK_N,
+        WARPS,
+        RUN,
+        SINGLE,
+        PAIRS,
+        DTYPE,
+    )
+    if active == 1:
+        _finish(out, best, total, acc, sinks, scales.v, head, row, tokens, GROUP, HEAD_DIM)
+    else:
+        slot = tl.program_id(0).to(tl.int64) * HEADS + head
+        if leave(splits, slot, best, total, acc, in_group, ROWS) == active - 1:
+            used = tl.arange(0, ROWS) < tokens * GROUP
+            all_best, all_total, sums = gather(splits, slot, active, used, BLOCK_D, AT_ONCE, LEAST)
+            _finish(
+                out,
+                all_best,
+                all_total,
+                sums,
+                sinks,
+                scales.v,
+                head,
+                row,
+                tokens,
+                GROUP,
+                HEAD_DIM,
+            )
 
 
-def _dot_dtype(out_dtype: torch.dtype) -> tl.dtype:
+def _dot_dtype(query: torch.Tensor, out: torch.Tensor) -> tl.dtype:
     # the interpreter multiplies bf16 tiles as if they were integers
     if INTERPRETED.value:
         return tl.float32
-    return tl.float16 if out_dtype == torch.float16 else tl.bfloat16
+    # float16 holds every e4m3 number, and weights up to 1 with more bits than bfloat16
+    return tl.float16 if query.dtype == FP8 or out.dtype == torch.float16 else tl.bfloat16
 
 
-def _scratch(
-    arrivals: torch.Tensor, grid: tuple[int, int, int], block_g: int, block_d: int
-) -> _Splits:
+def _stages(wanted: int, tile_bytes: int, device: torch.device) -> int:
+    """As many stages as fit; a tile of keys and values is ready while others are on their way."""
+    return min(wanted, 1 + (shared_memory(device) - _OTHER_BYTES) // tile_bytes)
+
+
+def _has_pairs(values: torch.Tensor) -> bool:
+    """Whether two columns of an e4m3 cache are always one aligned word."""
+    numbers = (values.shape[3], *values.stride()[:3], values.data_ptr())
+    return values.dtype == FP8 and not any(number % 2 for number in numbers)
+
+
+def _scratch(arrivals: torch.Tensor, grid: tuple[int, int, int], rows: int, block_d: int) -> Splits:
     """Room for what the splits of ``grid`` leave; none where a split is alone."""
-    shape = (math.prod(grid) if grid[2] > 1 else 0, block_g)
+    shape = (math.prod(grid) if grid[2] > 1 else 0, rows)
     sums = arrivals.new_empty((*shape, block_d), dtype=torch.float32)
     stats = arrivals.new_empty((*shape, 2), dtype=torch.float32)
-    return _Splits(arrivals, sums, stats)
+    return Splits(arrivals, sums, stats)
 
 
 def decode_attention(
@@ -351,17 +301,26 @@ def decode_attention(
     positions = block_table.shape[1] * key_cache.shape[1]
     fp8 = key_cache.dtype == FP8
     launch = launch_for(sequences * chunks, heads, head_dim, fp8, window, positions)
-    block_g, block_d = (max(16, next_power_of_2(n)) for n in (tokens * group, head_dim))
+    in_tile = next_power_of_2(tokens * group)
+    block_g, block_d = max(16, in_tile), max(16, next_power_of_2(head_dim))
+    # the only tile of a short window belongs to all warps: nothing is exchanged but its logits
+    single = 0 < window <= launch.block_n - tokens + 1
+    apart = not single and block_g * block_d <= _WARP_SUMS
+    warps = launch.warps if apart else 1
+    if not apart:
+        # 64 rows of queries are a warpgroup's
+        launch = launch._replace(block_n=max(64, launch.block_n), warps=max(4, launch.warps))
+    tile_bytes = 2 * launch.block_n * block_d * key_cache.element_size()
     grid = (sequences * chunks, heads, launch.splits)
     _decode_attention_kernel[grid](
         _Rows(query, query.stride(0), query.stride(1)),
-        paged_cache(key_cache),
-        paged_cache(value_cache),
+        paged_cache(key_cache, constant=True),
+        paged_cache(value_cache, constant=True),
         block_table,
         seq_lens,
         query_starts,
         _Rows(out, out.stride(0), out.stride(1)),
-        _scratch(arrivals, grid, block_g, block_d),
+        _scratch(arrivals, grid, in_tile, block_d),
         sinks,
         Heads(q_scale, k_scale, v_scale),
         softmax_scale,
@@ -373,12 +332,19 @@ def decode_attention(
         WINDOW=window,
         TOKENS=tokens,
         CHUNKS=chunks,
+        ROWS=in_tile,
+        # 64 values of each thread
+        AT_ONCE=max(1, 2048 * launch.warps // (in_tile * block_d)),
         BLOCK_G=block_g,
         BLOCK_D=block_d,
         BLOCK_N=launch.block_n,
-        DTYPE=_dot_dtype(out.dtype),
+        WARPS=warps,
+        RUN=positions_in_a_page(window, key_cache.shape[1], launch.block_n // warps),
+        SINGLE=single,
+        PAIRS=_has_pairs(value_cache),
+        DTYPE=_dot_dtype(query, out),
         PREFETCH=prefetch_table,
         num_warps=launch.warps,
-        num_stages=3,
+        num_stages=_stages(launch.stages, tile_bytes, query.device),
         **pdl_options(query.device),
     )

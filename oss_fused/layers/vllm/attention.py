@@ -27,8 +27,6 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.layers.vllm.warmup import when_ready
 
 FP8 = torch.float8_e4m3fn
-# positions up to which the kernel is faster with large FP8 heads
-_SHORT = 2048
 # tokens of one sequence in a decode batch; steps that verify more drafts run FlashAttention
 MOST_QUERIES = 8
 
@@ -40,6 +38,8 @@ class OssAttentionImpl(FlashAttentionImpl):
 
     arrivals: torch.Tensor
     max_rows: int
+    # positions of a page of the cache
+    page_size: int
     # tokens of one sequence up to which a batch is a decode batch
     max_queries: int = 1
     # rotary embedding and cache write as one kernel, where rope_attention.py set it up
@@ -133,11 +133,10 @@ def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     for layer in model.modules():
         if not isinstance(layer, Attention) or not _fits(layer.impl):
             continue
-        if _flash_is_faster(layer.impl, vllm_config.model_config.max_model_len):
-            continue
         layer.impl.__class__ = OssAttentionImpl
         layer.impl.max_rows = rows
         layer.impl.max_queries = queries
+        layer.impl.page_size = vllm_config.cache_config.block_size
         # one buffer for all layers: their launches follow one another on one stream
         size = rows * layer.impl.num_kv_heads
         if size not in arrivals:
@@ -173,20 +172,13 @@ def _fits(impl: Any) -> bool:
     )
 
 
-def _flash_is_faster(impl: Any, max_model_len: int) -> bool:
-    # large heads in FP8: unpacking them to bf16 costs more than FlashAttention's three launches
-    # from about 1024 positions on. Which of them a step has is not known in a CUDA graph
-    large = is_quantized_kv_cache(impl.kv_cache_dtype) and impl.head_size > 64
-    return large and max_model_len > _SHORT
-
-
 _warm: set[tuple[object, ...]] = set()
 
 
 def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
-    shape = heads, kv_heads, size, impl.sliding_window, impl.max_queries
+    shape = heads, kv_heads, size, impl.sliding_window, impl.max_queries, impl.page_size
     key = (*shape, dtype, quantised, impl.sinks is None)
     if key in _warm:
         return
@@ -199,7 +191,8 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
     device = impl.arrivals.device
     cache_dtype = FP8 if quantised else dtype
-    cache = torch.zeros(1, kv_heads, 16, 2 * size, dtype=cache_dtype, device=device)
+    # the kernel is compiled for the size of a page
+    cache = torch.zeros(1, kv_heads, impl.page_size, 2 * size, dtype=cache_dtype, device=device)
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
     # named: weights load under the model's default dtype
     one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
