@@ -187,9 +187,12 @@ def test_figures_of_an_ended_server_are_absent(folder):
     """Of a folder that the user named, with more ranks than the server has now."""
     write_figures(7, 1, {"a": LayerFigures(tokens=5)}, TOTALS)
     (folder / "figures/rank8.json").symlink_to(folder / "gone")
+    theirs = folder / "figures/ranking.json"
+    theirs.write_text("of the user")
     assert metrics()["oss_fused:monitored_tokens_total", "a"] == 5
     share_folder()
     assert metrics() == {}
+    assert theirs.read_text() == "of the user"
 
 
 def test_layers_by_policy_are_those_of_the_start(policy):

@@ -77,7 +77,7 @@ def share_folder() -> None:
         return
     if envs.get(_DIR):
         # of a server that has ended: no process updates them
-        for path in Path(envs.get(_DIR)).glob("rank*.json"):
+        for path in _files():
             path.unlink(missing_ok=True)
         return
     folder = tempfile.mkdtemp(prefix="oss-fused-monitor-")
@@ -99,6 +99,12 @@ def _folder() -> Path:
             f"that it starts inherit the variable; expected it in this worker too"
         )
     return Path(envs.get(_DIR))
+
+
+def _files() -> list[Path]:
+    """The ranks' files; a folder that the user named may hold others."""
+    found = _folder().glob("rank*.json")
+    return sorted(path for path in found if path.stem.removeprefix("rank").isdecimal())
 
 
 def write_figures(
@@ -126,7 +132,7 @@ def read_figures() -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
     if not envs.get(_DIR):
         return figures
-    for path in sorted(_folder().glob("rank*.json")):
+    for path in _files():
         # a file may go while we look, when the server ends
         with suppress(FileNotFoundError):
             figures.append(json.loads(path.read_text()))
