@@ -30,6 +30,10 @@ SCHEDULER = "oss_fused.plugin.scheduler.make_scheduler"
 # Python's own, which needs nothing of vLLM
 logger = logging.getLogger(__name__)
 
+# variable of vLLM's API server, and what this package wrote there
+_AT_ONCE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
+_written: str | None = None
+
 _registered = False
 _monitored = False
 
@@ -163,8 +167,10 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
     # vLLM's API server takes a step's outputs 128 at a time, and in between sends what it has. With
     # more requests it so sends each token by itself, which takes longer than a step, and steps pile
     # up. With all outputs of a step at once, tokens of steps that have piled up leave together
-    if scheduler.max_num_seqs > vllm_envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE:
-        os.environ.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", str(scheduler.max_num_seqs))
+    global _written
+    set_by_user = os.environ.get(_AT_ONCE) not in (None, _written)
+    if not set_by_user and scheduler.max_num_seqs > vllm_envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE:
+        os.environ[_AT_ONCE] = _written = str(scheduler.max_num_seqs)
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER
     chosen = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size

@@ -370,6 +370,10 @@ def test_outputs_that_an_api_server_takes_at_once(set_by_user, requests, expecte
     )
     shorten_steps(config)
     assert os.environ.get(name) == expected
+    # a second engine of the process
+    config.scheduler_config.max_num_seqs = 1024
+    shorten_steps(config)
+    assert os.environ.get(name) == (set_by_user or "1024")
 
 
 @pytest.mark.parametrize(
