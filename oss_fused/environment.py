@@ -21,6 +21,8 @@ PACKAGES = ("oss-fused", "vllm", "torch", "triton", "transformers", "safetensors
 _GPU_FIELDS = ("name", "memory.total", "driver_version", "clocks.max.sm", "clocks.max.mem")
 _GPU_STATE = ("clocks.sm", "clocks.mem", "power.limit", "temperature.gpu")
 _ENV_PREFIXES = ("OSS_FUSED_", "VLLM_", "TRITON_", "CUDA_VISIBLE", "OMP_", "NCCL_")
+# ends of the names of variables whose values stay out of result files
+_SECRETS = ("_KEY", "_KEYS", "_TOKEN", "_SECRET", "_PASSWORD")
 
 
 # at the start of a word, or behind the = of an option
@@ -47,7 +49,9 @@ def fingerprint() -> dict[str, Any]:
         "versions": {name: version(name) for name in PACKAGES} | cuda_version(),
         "oss_fused": envs.snapshot(),
         "environment": {
-            k: portable(v) for k, v in sorted(os.environ.items()) if k.startswith(_ENV_PREFIXES)
+            k: "set, not shown" if k.endswith(_SECRETS) else portable(v)
+            for k, v in sorted(os.environ.items())
+            if k.startswith(_ENV_PREFIXES)
         },
     }
 

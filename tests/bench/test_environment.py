@@ -31,3 +31,10 @@ def test_a_result_names_the_commit_of_the_checkout(monkeypatch) -> None:
 
 def test_paths_of_a_machine_stay_on_it() -> None:
     assert environment.portable(["/a/b/model", {"x": "--m=/c/d"}]) == ["model", {"x": "--m=d"}]
+
+
+def test_secrets_stay_out_of_result_files(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    monkeypatch.setenv("VLLM_MAX_TOKENS", "8")
+    found = environment.fingerprint()["environment"]
+    assert found["VLLM_API_KEY"] == "set, not shown" and found["VLLM_MAX_TOKENS"] == "8"
