@@ -139,7 +139,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
         if not path.is_file():
             parser.error(f"--lm-eval {path}: no such file; expected the YAML file of a task")
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
-        parser.error("--lm-eval: the package lm-eval is missing; pip install 'oss-fused[lm-eval]'")
+        parser.error("--lm-eval: the package lm-eval is missing; pip install lm-eval")
     if args.output.is_dir():
         parser.error(f"--output {args.output}: is a folder; name a JSON file")
     try:

@@ -35,7 +35,7 @@ BACKENDS = {
     CPU: "the package numba, and no NVIDIA GPU",
     "triton": "the package triton and an NVIDIA GPU, or TRITON_INTERPRET=1 on a CPU",
     "cuda": "an NVIDIA GPU",
-    "tilelang": 'an NVIDIA GPU, nvcc and TileLang: pip install "oss-fused[tilelang]"',
+    "tilelang": "an NVIDIA GPU, nvcc and TileLang: pip install tilelang",
     NVCC: "an NVIDIA GPU, and what nvcc and ninja build: python -m oss_fused.kernels.compiled",
 }
 
