@@ -325,6 +325,17 @@ def test_contradictions_are_refused(chart, values, reason) -> None:
         chart.render(values, name="demo", namespace="llm")
 
 
+@pytest.mark.parametrize(
+    ("names", "release"), [(("a", "a"), "demo"), (("gpt-oss-20b", "gpt-oss-120b"), "r" * 45)]
+)
+def test_two_models_do_not_share_objects(chart, names, release) -> None:
+    """Kubernetes' names are cut to 52 characters."""
+    model = DEFAULTS["servingEngineSpec"]["modelSpec"][0]
+    values = {"servingEngineSpec": {"modelSpec": [model | {"name": name} for name in names]}}
+    with pytest.raises(helm_python.HelmError, match=f"would be called .*, as those of {names[0]};"):
+        chart.render(values, name=release, namespace="llm")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_manifests(path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
