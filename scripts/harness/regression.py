@@ -11,6 +11,7 @@ errors, too, and never raises either.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -133,17 +134,21 @@ class Thresholds:
         self.rows: dict[str, dict[str, float]] = raw.get("rows", {})
         sound = (
             raw.get("format") == FORMAT
-            and isinstance(self.default, int | float)
+            and _is_number(self.default)
             and isinstance(self.rows, dict)
             and all(
                 isinstance(row, dict)
                 and any(name in row for name in (*_TIMES, "error"))
-                and all(isinstance(value, int | float) for value in row.values())
+                and all(map(_is_number, row.values()))
+                and all(row[name] > 0 for name in _TIMES if name in row)
                 for row in self.rows.values()
             )
         )
         if not sound:
-            raise ValueError(f"{self.path}: not a threshold file of format {FORMAT}")
+            raise ValueError(
+                f"{self.path}: not a threshold file of format {FORMAT} with finite numbers and "
+                f"times above 0"
+            )
 
     def check(self, results: dict[str, Any]) -> list[CheckedRow]:
         """Every known row and every new one of ``results``, with its verdict."""
@@ -175,7 +180,8 @@ class Thresholds:
         allowed = known.get("allowed", self.default)
         ratio = now / known[kind]
         verdict = RowVerdict.OK
-        if ratio > 1 + allowed:
+        # NaN is no pass
+        if not ratio <= 1 + allowed:
             verdict = RowVerdict.SLOWER
         elif ratio < 1 - allowed:
             verdict = RowVerdict.FASTER
@@ -191,7 +197,11 @@ class Thresholds:
             known = self.rows.get(name, {})
             bar = dict(known)
             kind, now = _time_of(row)
-            if kind and (not known or (row.get("stable", True) and now < known.get(kind, 0.0))):
+            if (
+                kind
+                and now > 0
+                and (not known or (row.get("stable", True) and now < known.get(kind, 0.0)))
+            ):
                 noise = _NOISE_FACTOR * (row.get("relative_std") or 0.0)
                 # a file with a loose default, for a noisy machine, keeps it
                 allowed = max(_MIN_ALLOWED, self.default, min(_MAX_ALLOWED, noise))
@@ -209,6 +219,10 @@ class Thresholds:
         """Write the file in one step."""
         document = {"format": FORMAT, "default": self.default, "rows": self.rows}
         _write_json(self.path, document)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _time_of(row: dict[str, Any]) -> tuple[str, float]:

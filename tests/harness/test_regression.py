@@ -86,6 +86,23 @@ def test_thresholds_catch_a_slowdown_and_only_that(thresholds):
     assert verdicts == [RowVerdict.SLOWER, RowVerdict.OK, RowVerdict.OK, RowVerdict.OK]
 
 
+def test_a_time_that_is_no_number_is_no_pass_and_no_bar(thresholds, tmp_path):
+    broken = results(row("a", float("nan")), *BASE["rows"][1:])
+    verdicts = [r.verdict for r in thresholds.check(broken)]
+    assert verdicts == [RowVerdict.SLOWER, RowVerdict.OK, RowVerdict.OK, RowVerdict.OK]
+    fresh = Thresholds(tmp_path / "fresh.json")
+    fresh.adapt(broken)
+    assert "latency_ms" not in fresh.rows.get("a/8x8/oss_fused", {})
+
+
+@pytest.mark.parametrize("bar", ['{"latency_ms": NaN}', '{"ratio": 0}', '{"error": Infinity}'])
+def test_a_bar_that_nothing_can_fail_is_refused(tmp_path, bar):
+    path = tmp_path / "bad.json"
+    path.write_text(f'{{"format": 1, "rows": {{"a": {bar}}}}}')
+    with pytest.raises(ValueError, match=r"bad\.json.*finite numbers and times above 0"):
+        Thresholds(path)
+
+
 def test_adapting_lowers_but_never_raises_a_bar(thresholds):
     now = results(row("a", 0.5), row("b", 9.0), row("c", 2.0, stable=False))
     assert thresholds.adapt(now) == 1
