@@ -161,3 +161,13 @@ def test_bad_files_are_named(text, tmp_path, capsys):
     assert "file.json" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"file\.json"):
         attention_regression.append_trend(path, RUNS[0])
+
+
+@pytest.mark.parametrize("broken", ["fp8_per_channel", "fp8_group"])
+def test_a_curve_that_is_no_number_fails(broken):
+    curve = {"p99_abs": 0.01, "clip_ratio": 0.0, "kl_vs_laplace_like": 0.1}
+    curves = {name: dict(curve) for name in ("fp8_per_channel", "fp8_group")}
+    curves[broken]["p99_abs"] = float("nan")
+    run = attention_regression.figures({"curves": curves, "per_group": {"group_size": 8}})
+    (failed,) = attention_regression.failures(run, attention_regression.DEFAULTS)
+    assert failed.startswith("attention_fp8_p99_abs: nan")
