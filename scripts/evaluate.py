@@ -26,6 +26,7 @@ from harness.compare import Arm, check_model, parse_arm
 from harness.needle import make_needles
 from harness.processes import Terminated
 from harness.quality_report import add_quality
+from harness.regression import largest
 
 from oss_fused.bench.report import Report
 from oss_fused.environment import fingerprint, has_gpu, portable
@@ -57,7 +58,7 @@ def main() -> int:
         if args.summary:
             factors = zip(*(factors_of(text) for text in results["texts"]))
             figures = {
-                name: round(max(values), 5) for name, values in zip(args.summary_name, factors)
+                name: round(largest(values), 5) for name, values in zip(args.summary_name, factors)
             }
             summary.merge_summary(args.summary, figures, args.output)
     except (OssFusedError, OSError, ValueError) as error:

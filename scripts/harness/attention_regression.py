@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.regression import largest
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
 from oss_fused.files import write_json
@@ -28,17 +28,11 @@ def figures(results: Mapping[str, Any]) -> dict[str, float]:
     """What a run is judged by: the worse of the two FP8 curves, and the group size chosen."""
     pair = [results["curves"][name] for name in ("fp8_per_channel", "fp8_group")]
     return {
-        "p99": _worst(curve["p99_abs"] for curve in pair),
-        "clip": _worst(curve["clip_ratio"] for curve in pair),
-        "kl": _worst(curve["kl_vs_laplace_like"] for curve in pair),
+        "p99": largest(curve["p99_abs"] for curve in pair),
+        "clip": largest(curve["clip_ratio"] for curve in pair),
+        "kl": largest(curve["kl_vs_laplace_like"] for curve in pair),
         "group_size": results["per_group"]["group_size"],
     }
-
-
-def _worst(values: Iterable[float]) -> float:
-    """The largest, or NaN if one is: max() drops a NaN that is not the first."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def load_limits(path: Path | None, flags: Mapping[str, float | None]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.calibration_charts import draw, worst
 from harness.quality_report import add_quality
-from harness.regression import HISTORY_RUNS
+from harness.regression import HISTORY_RUNS, largest
 from oss_fused.bench.report import Report
 from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
@@ -53,7 +53,7 @@ def figures_of(
     for name, values in found.items():
         known = [value for value in values if value is not None]
         if known:
-            figures[name] = max(known)
+            figures[name] = largest(known)
     return figures
 
 

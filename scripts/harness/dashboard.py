@@ -39,10 +39,10 @@ def alerts(before: Rows, now: Rows, settings: Dashboard = DASHBOARD) -> list[str
         if old is None:
             continue
         slower = row["latency_ms"] / old["latency_ms"] - 1
-        if slower > settings.slowdown:
+        # NaN is no pass
+        if not slower <= settings.slowdown:
             found.append(f"{name}: slower by {slower:.0%}")
         added = row["relative_error"] - old["relative_error"]
-        # NaN is no pass
         if not added <= settings.accuracy:
             found.append(f"{name}: error grew by {added:.2e}")
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -219,6 +220,12 @@ class Thresholds:
         """Write the file in one step."""
         document = {"format": FORMAT, "default": self.default, "rows": self.rows}
         _write_json(self.path, document)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest, or NaN if one is: max() drops a NaN that is not the first."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _is_number(value: Any) -> bool:

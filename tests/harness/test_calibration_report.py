@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from types import ModuleType
@@ -152,6 +153,11 @@ def test_figures_and_thresholds():
     assert figures["perplexity_factor_max"] == 1.009
     assert failures(figures, {"cumulative_error": 0.07, "clip_ratio_max": 0.0}) == []
     assert "was not measured" in failures(figures_of(make_record(data=False)), {"kl_max": 1.0})[0]
+    # a text whose perplexity is NaN, behind one that is fine
+    first = QUALITY["texts"][0]
+    broken = {**first, "candidates": [{**first["candidates"][0], "perplexity_factor": math.nan}]}
+    figures = figures_of(make_record(), {**QUALITY, "texts": [first, broken]})
+    assert "perplexity_factor_max: nan" in failures(figures, {"perplexity_factor_max": 1.01})[0]
 
 
 def test_command_line(tmp_path, capsys):
