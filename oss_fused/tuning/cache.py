@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from oss_fused.errors import SchemeError
 from oss_fused.tuning.space import Config
 
 FORMAT = 2
@@ -134,9 +135,21 @@ class TuningCache:
         self._update({str(entry.key): entry}, keep_better=False)
 
     def merge(self, other: str | Path | TuningCache) -> int:
-        """Take over entries of another file that are new or better; returns how many."""
-        source = other if isinstance(other, TuningCache) else TuningCache(other)
-        return self._update(source.entries(), keep_better=True)
+        """Take over entries of another file that are new or better; returns how many.
+
+        Raises:
+            SchemeError: the file is no cache; it is another's, and stays where it is.
+        """
+        if isinstance(other, TuningCache):
+            return self._update(other.entries(), keep_better=True)
+        try:
+            entries = TuningCache(other)._parse()
+        except _CORRUPT as error:
+            raise SchemeError(
+                f"{other}: not a tuning cache ({type(error).__name__}: {error}); expected a file "
+                f"that a tuner wrote"
+            ) from None
+        return self._update(entries, keep_better=True)
 
     def _update(self, new: dict[str, CacheEntry], keep_better: bool) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
