@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from oss_fused.errors import SchemeError
 from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache, default_path
 
 KEY = CacheKey("gemm", (128, 256, 64), "bfloat16", "NVIDIA H200", "v1")
@@ -48,6 +49,16 @@ def test_a_cache_sees_what_another_wrote(tmp_path):
     assert first.get(KEY) is None
     second.put(entry())
     assert first.get(KEY) is not None
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"format": 9}', "\x00"])
+def test_a_file_to_merge_that_is_no_cache_stays_as_it_is(tmp_path, content):
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text(content)
+    with pytest.raises(SchemeError, match=r"theirs\.json: not a tuning cache"):
+        TuningCache(tmp_path / "ours.json").merge(theirs)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.json"]
+    assert theirs.read_text() == content
 
 
 def test_merge_takes_new_and_better_only(tmp_path):
