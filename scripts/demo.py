@@ -84,7 +84,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--summary", type=Path, help="flat JSON to merge minutes and ratio into")
     parser.add_argument("--force", action="store_true", help="run finished steps again")
     parser.add_argument("--no-gpt-oss", action="store_true", help="on a GPU: SmolLM2 alone")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: expected at least 1")
+    return args
 
 
 def record(path: Path, compared: Path, minutes: float, args: argparse.Namespace) -> None:

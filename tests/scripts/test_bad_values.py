@@ -23,6 +23,7 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
         ("vllm_hooks.py --against list.json", "--against='list.json': expected a file of --output"),
         ("bench_kernels.py --from-json list.json --output o", "--from-json list.json: expected"),
         ("analyze_model.py {tiny} --suite empty.json", "--suite='empty.json': expected a suite"),
+        ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         (
             "evaluate_logits.py --model {tiny} --arm a= --length 0 --output x.json",
