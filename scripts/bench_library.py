@@ -71,6 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes: proves the way only")
     args = parser.parse_args(argv)
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: expected cpu, cuda or cuda:N")
+    saved = args.output / "library-suite.json"
+    if args.render and not saved.is_file():
+        parser.error(f"--render: no file {saved}; expected --output of an earlier run")
     if args.device.startswith("cuda") and not args.render and not torch.cuda.is_available():
         parser.error("--device: no GPU here; --device cpu --rehearse needs none")
     if args.rehearse and "tuning" in args.parts and not args.device.startswith("cuda"):

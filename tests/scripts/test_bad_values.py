@@ -23,6 +23,8 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
         ("vllm_hooks.py --against list.json", "--against='list.json': expected a file of --output"),
         ("bench_kernels.py --from-json list.json --output o", "--from-json list.json: expected"),
         ("analyze_model.py {tiny} --suite empty.json", "--suite='empty.json': expected a suite"),
+        ("bench_library.py --output o --device foo", "--device foo: expected cpu, cuda or cuda:N"),
+        ("bench_library.py --output o --render", "--render: no file o/library-suite.json"),
         ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         (
