@@ -20,7 +20,7 @@ maximum and the sum of each row. A row that sees nothing is 0, its maximum and s
     out_scale [Dv]: quantises the result to e4m3, ``out ~= codes * out_scale``.
 
 The product of floating operands runs in their dtype, that of FP8 ones in bfloat16, which holds
-their codes exactly; the result has that dtype. The kernel itself dequantises FP8 operands.
+their codes exactly; the result has that dtype. The kernel itself dequantises FP8 values.
 
 flash_attention_backward: gradients of q, k and v from that of the result, in float32 from S, the
 rows' maxima and sums: ``dV = P' dO; dP = dO V'; dS = P (dP - rowsum(dO O)); dQ = scale dS K;

@@ -5,7 +5,7 @@ Axis 0 of the grid counts batch times heads, axis 1 blocks of queries, axis 2 ti
 where a head of v is larger than 128. A CTA holds its queries and walks over the keys that they
 see: a block at the edge of what they see is masked, those between are not. Exponentials are powers
 of two: log2(e) is folded into the scale. Every option is a constexpr: what is off is not compiled.
-FP8 operands are read as codes, and become numbers of the product's dtype in registers.
+FP8 values are read as codes, and become numbers of the product's dtype in registers.
 
 On Hopper hopper.py takes halves without options; ``_for_hopper`` is the rule.
 """
@@ -229,8 +229,8 @@ def _tiles(
 ) -> Tiles:
     """The tile of a head size: as many keys in flight as shared memory holds, up to three.
 
-    A mask's bytes are in flight with the keys. ``codes``: some operand is FP8; its tiles pass
-    registers, which 128 keys of 128 values would spill.
+    A mask's bytes are in flight with the keys. ``codes``: v is FP8; its tiles pass registers,
+    which 128 keys of 128 values would spill.
     """
     if device.type != "cuda":
         return Tiles(32, 32, 4, 1)
@@ -254,8 +254,13 @@ def _tiles(
     return Tiles(128, block_n, 8, min(3, stages))
 
 
-def _has_codes(*operands: torch.Tensor) -> bool:
-    return any(t.dtype.itemsize == 1 for t in operands)
+def _without_codes(t: torch.Tensor) -> torch.Tensor:
+    """``t``, queries or keys; on a GPU FP8 codes as bfloat16, exact.
+
+    There a kernel that converts keys is slower at every size (docs/results/notes/kernels.md), and
+    with heads of 32 and 16 values Triton 3.6 reads beyond the tensor.
+    """
+    return t.to(torch.bfloat16) if t.is_cuda and t.dtype.itemsize == 1 else t
 
 
 _Scale = torch.Tensor | None
@@ -324,11 +329,11 @@ def flash_attention(
         attend(q, k, v, out, row_max, row_sum, scale, causal)
         return out, row_max, row_sum
     q, q_scale, k_scale = _scaled(q, q_scale, k_scale)
-    tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None, _has_codes(q, k, v))
+    tiles = config or _tiles(q.device, dtype, dim, dim_v, mask is not None, v.dtype.itemsize == 1)
     columns = (head_block(dim), head_block(dim_v))
     shape = program(q, v, mask, slopes, causal, window, dropout_p, columns)
     _flash_attention_kernel[(batch * heads, cdiv(queries, tiles.block_m), head_tiles(dim_v))](
-        *map(rows_of, (q, k, v)),
+        *map(rows_of, (_without_codes(q), _without_codes(k), v)),
         mask_rows(mask, heads),
         sinks,
         slopes,
