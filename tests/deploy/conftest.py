@@ -54,7 +54,9 @@ def image(tmp_path_factory) -> Path:
     for name in ("entrypoint.py", "healthcheck.py"):
         shutil.copy(ROOT / "deploy/docker" / name, folder)
     (folder / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts/doctor.py", folder / "scripts")
+    for name in ("doctor.py", "calibrate.py"):
+        shutil.copy(ROOT / "scripts" / name, folder / "scripts")
+    shutil.copytree(ROOT / "scripts/harness", folder / "scripts/harness")
     return folder
 
 
