@@ -285,7 +285,11 @@ def h200_rows() -> list[dict]:
                 {
                     "operation": operation,
                     "size": f"{size}^2",
-                    "us": row.get("us"),
+                    "p50, us": row.get("us"),
+                    "p90, us": row.get("p90_us"),
+                    "p99, us": row.get("p99_us"),
+                    "GB/s": row.get("gbps"),
+                    "FLOP per byte": row.get("intensity"),
                     "of a copy": book.percent(row.get("share")),
                     "over eager": row.get("speedup"),
                 }

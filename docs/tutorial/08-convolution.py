@@ -291,7 +291,7 @@ def acceptance() -> list[book.Bar]:
             "bytes saved by bias and ReLU in the kernel, ResNet-50", 0.25, saved, "arithmetic"
         ),
         book.Bar(
-            "implicit convolution of cuDNN's speed, both layouts",
+            "implicit convolution of cuDNN's speed, NHWC",
             0.8,
             ratio,
             "operators-convolution.json",
