@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu_worker import Worker
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.plugin.drafts import pick_from_own_vocabulary
 from oss_fused.plugin.options import serving_options
-from oss_fused.plugin.rejection import shorten_verification
 from oss_fused.plugin.step_graphs import use_whole_graphs
 from oss_fused.quant.settings import LONGEST_BURST
 
@@ -54,7 +53,6 @@ class BurstRunner(GPUModelRunner):
         super().initialize_kv_cache(*args, **options)
         use_whole_graphs(self)
         pick_from_own_vocabulary(self.speculator)
-        shorten_verification(self)
         self._warm_up()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:

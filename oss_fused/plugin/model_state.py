@@ -88,7 +88,7 @@ class OssModelState(DefaultModelState):
         self.draft_may_ask = eagle
         if drafts is not None:
             logger.info_once(
-                "oss_fused: requests with drafts and a temperature are sampled as in vLLM%s",
+                "oss_fused: a step that verifies drafts samples as in vLLM%s",
                 " and makes attention metadata, which the draft model or FlashAttention reads"
                 if self.metadata_is_read
                 else "",

@@ -287,7 +287,6 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
     asked = []
     monkeypatch.setattr(module, "use_whole_graphs", asked.append)
     monkeypatch.setattr(module, "pick_from_own_vocabulary", asked.append)
-    monkeypatch.setattr(module, "shorten_verification", asked.append)
     runner.speculator = object()
     launched = []
     set_observer(lambda operation, args: launched.append((operation, args[0].dtype)))
@@ -295,7 +294,7 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
         runner.initialize_kv_cache("cache")
     finally:
         set_observer(None)
-    assert asked == [runner, runner.speculator, runner]
+    assert asked == [runner, runner.speculator]
     assert ("greedy_tokens", torch.bfloat16) in launched
     assert [ids.shape for _, ids, *_ in updates] == [(1, 15), (1, 16)]
     assert all(index.tolist() == [-1] for index, *_ in updates)
