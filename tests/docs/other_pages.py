@@ -58,6 +58,24 @@ def _drafts_once() -> Passages:
     ]
 
 
+def _drafts_later() -> Passages:
+    cells = load("h200/gpt_oss_20b_drafts3_triton/results.json")["cells"]
+
+    def of(arm: str, figure: str, ratio: bool = True) -> list[float]:
+        own = [cell["arms"][arm] for cell in cells]
+        return [a["ratios"][figure]["median"] if ratio else a["figures"][figure] for a in own]
+
+    rate, first = "output_throughput", "p50_ttft_ms"
+    plain, head = "oss_fp8", "oss_fp8_head"
+    three, ratios = "{:.0f}, {:.0f} and {:.0f}", "{:.2f}, {:.2f} and {:.2f} times"
+    return [
+        (f"{three} tokens per second, {ratios}", of(plain, rate, False) + of(plain, rate)),
+        (f"FP8 {three}, {ratios}", of(head, rate, False) + of(head, rate)),
+        (f"many, and {ratios} less", of(head, "p50_tpot_ms")),
+        ("ratio {:.2f}, with the head in FP8 {:.2f}", [of(plain, first)[2], of(head, first)[2]]),
+    ]
+
+
 def _kv_cache_times() -> Passages:
     """Of gpt-oss-20b's shape: a row per context, and how far logits are apart."""
     results = load("h200/kv_fp8.json")
@@ -111,6 +129,7 @@ def serving() -> Passages:
         *_drafts("gpt_oss_20b_drafts3"),
         *_drafts("gpt_oss_20b_drafts7"),
         *_drafts_once(),
+        *_drafts_later(),
         *_kv_cache(),
         (
             "a sample takes {:.1f} ms more than its step of {:.1f} ms",
