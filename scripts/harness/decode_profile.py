@@ -25,8 +25,8 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (
         "experts",
         (
-            r"matmul_ogs|_gate_up|_(down|encode|combine(_norm)?)_k|^_(large|stream)_k|moe|marlin|"
-            r"_reduce_grouped"
+            r"matmul_ogs|_gate_up|_(down(_few)?|encode|combine(_norm)?)_k|^_(large|stream)_k|moe|"
+            r"marlin|_reduce_grouped"
         ),
     ),
     ("mlp", r"gated_mlp|act_mul|act_and_mul|silu"),

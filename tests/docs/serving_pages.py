@@ -232,10 +232,14 @@ def decode() -> Passages:
             [busy_before("oss_fp8") / 1e3],
         ),
         (
-            "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms",
+            "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms, and {:.2f} to {:.2f}",
             [
                 profile(1, "oss_fp8")["busy_us"] / 1e3,
-                *(cell("gpt_oss_20b", 1)["arms"]["oss_fp8"][end] for end in ("min", "max")),
+                *(
+                    cell("gpt_oss_20b", 1, context)["arms"]["oss_fp8"][end]
+                    for context in (128, 1024)
+                    for end in ("min", "max")
+                ),
             ],
         ),
         (
