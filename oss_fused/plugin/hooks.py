@@ -12,11 +12,7 @@ _MODELS = "vllm.model_executor.models"
 _MOE = f"{_LAYERS}.fused_moe"
 _QUANT = f"{_LAYERS}.quantization"
 _LOADER = "vllm.model_executor.model_loader"
-_CORE = "vllm.v1.core"
-_FLASH = "vllm.v1.attention.backends.flash_attn"
-_GPU = "vllm.v1.worker.gpu_worker"
 _WORKER = "vllm.v1.worker.gpu"
-_REJECTION = f"{_WORKER}.spec_decode.rejection_sampler:RejectionSampler"
 _OSS = "oss_fused.layers.vllm"
 _AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 
@@ -104,20 +100,20 @@ CALLED = {
     "vllm.utils.torch_utils:direct_register_custom_op": (
         "name, function, mutates_args=0, fake_impl=0, target_lib=0"
     ),
-    f"{_CORE}.kv_cache_manager:KVCacheManager.allocate_slots": (
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
         "request, num_new_tokens, num_lookahead_tokens=0"
     ),
-    f"{_CORE}.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
-    f"{_CORE}.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
-    f"{_CORE}.sched.scheduler:Scheduler": _SCHEDULER,
-    f"{_CORE}.sched.output:NewRequestData": (
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
+    "vllm.v1.core.sched.scheduler:Scheduler": _SCHEDULER,
+    "vllm.v1.core.sched.output:NewRequestData": (
         "req_id=0, prompt_token_ids=0, mm_features=0, sampling_params=0, pooling_params=0, "
         "block_ids=0, num_computed_tokens=0, lora_request=0, prefill_token_ids=0"
     ),
-    f"{_CORE}.sched.output:SchedulerOutput.make_empty": "",
+    "vllm.v1.core.sched.output:SchedulerOutput.make_empty": "",
     "vllm.v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
-    f"{_GPU}:Worker.execute_model": "scheduler_output",
-    f"{_GPU}:Worker.sample_tokens": "grammar_output",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model": "scheduler_output",
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
     f"{_WORKER}.attn_utils:get_attn_cg_support": "attn_groups, vllm_config",
     f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor": (
         "cg_mode=0, num_tokens=0, num_reqs=0, uniform_token_count=0, num_active_loras=0, "
@@ -178,7 +174,10 @@ OVERRIDDEN = {
     (f"{_QUANT}.kv_cache:BaseKVCacheMethod", f"{_OSS}.kv_cache:OssFp8KVCacheMethod"): (
         f"create_weights {_METHOD}"
     ),
-    (f"{_FLASH}:FlashAttentionImpl", f"{_OSS}.attention:OssAttentionImpl"): f"forward {_METHOD}",
+    (
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        f"{_OSS}.attention:OssAttentionImpl",
+    ): f"forward {_METHOD}",
     (f"{_MODELS}.gpt_oss:GptOssForCausalLM", f"{_PLUGIN}.models:OssGptOssForCausalLM"): (
         "compute_logits load_weights"
     ),
@@ -215,7 +214,7 @@ OVERRIDDEN = {
     ),
     (_AUTHENTICATION, f"{_PLUGIN}.api_key:KeyForAllPaths"): "__call__",
     (
-        f"{_CORE}.kv_cache_manager:KVCacheManager",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
         f"{_PLUGIN}.scheduler:StepKVCacheManager",
     ): "allocate_slots cache_blocks",
     (
@@ -223,15 +222,16 @@ OVERRIDDEN = {
         f"{_PLUGIN}.model_state:OssModelState",
     ): "capture_inner_cudagraphs custom_sampler prepare_attn",
     (f"{_WORKER}.sample.sampler:Sampler", f"{_PLUGIN}.model_state:OssSampler"): "__call__",
-    (_REJECTION, f"{_PLUGIN}.rejection:OssRejectionSampler"): "__call__",
     (
-        f"{_CORE}.sched.async_scheduler:AsyncScheduler",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
         f"{_PLUGIN}.burst:BurstScheduler",
     ): "_free_request _update_after_schedule add_request schedule update_from_output",
     (f"{_WORKER}.model_runner:GPUModelRunner", f"{_PLUGIN}.burst_runner:BurstRunner"): (
         "execute_model initialize_kv_cache prepare_attn prepare_inputs sample sample_tokens"
     ),
-    (f"{_GPU}:Worker", f"{_PLUGIN}.burst_runner:BurstWorker"): "_make_model_runner",
+    ("vllm.v1.worker.gpu_worker:Worker", f"{_PLUGIN}.burst_runner:BurstWorker"): (
+        "_make_model_runner"
+    ),
 }
 
 # function that we replace, and the function that runs in its place: it gets the original first
@@ -243,7 +243,7 @@ REPLACED = {
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
         f"{_PLUGIN}.self_check:_warm_up"
     ),
-    f"{_GPU}:Worker.compile_or_warm_up_model": f"{_PLUGIN}.self_check:_warm_up",
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": f"{_PLUGIN}.self_check:_warm_up",
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.reset_weight_update_target": (
         f"{_OSS}.reload:_reset_target"
     ),
@@ -334,31 +334,33 @@ READ = {
     "vllm.utils.torch_utils:LayerNameType": "",
     "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
-    f"{_FLASH}:FlashAttentionImpl": (
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
         "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
         "num_kv_heads scale sinks sliding_window"
     ),
-    f"{_FLASH}:FlashAttentionMetadata": (
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
         "rswa_prefix_lens seq_lens"
     ),
-    f"{_FLASH}:FlashAttentionMetadataBuilder": "aot_schedule max_cudagraph_size",
-    f"{_CORE}.kv_cache_manager:KVCacheBlocks": "",
-    f"{_CORE}.kv_cache_manager:KVCacheManager": (
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
+        "aot_schedule max_cudagraph_size"
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
     ),
-    f"{_CORE}.sched.scheduler:Scheduler": (
+    "vllm.v1.core.sched.scheduler:Scheduler": (
         "current_step kv_cache_manager max_model_len num_lookahead_tokens requests running"
     ),
-    f"{_CORE}.sched.output:SchedulerOutput": (
+    "vllm.v1.core.sched.output:SchedulerOutput": (
         "finished_req_ids num_scheduled_tokens num_spec_tokens_to_schedule scheduled_new_reqs "
         "total_num_scheduled_tokens"
     ),
-    f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "",
-    f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "block_pool block_size num_cached_block req_to_blocks"
     ),
-    f"{_CORE}.single_type_kv_cache_manager:SlidingWindowManager": (
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": (
         "extra_retained_tokens sliding_window"
     ),
     "vllm.v1.request:Request": (
@@ -371,7 +373,7 @@ READ = {
     "vllm.v1.metrics.stats:IterationStats": "",
     "vllm.v1.outputs:AsyncModelRunnerOutput": "get_output",
     "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
-    f"{_GPU}:Worker": "model_runner",
+    "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     "vllm.v1.worker.utils:AttentionGroup": "get_metadata_builder kernel_block_size",
     f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
     f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
@@ -379,19 +381,17 @@ READ = {
     ),
     f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "capture dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
-        "cu_num_logits expanded_idx_mapping expanded_local_pos has_prefill idx_mapping "
-        "idx_mapping_np input_ids logits_indices num_draft_tokens num_reqs num_tokens positions "
-        "seq_lens seq_lens_cpu_upper_bound"
+        "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "
+        "num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"
     ),
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
     ),
     f"{_WORKER}.sample.sampler:Sampler": (
-        "compute_nans needs_logits_processing req_states return_sampling_mask sampling_states "
+        "compute_nans needs_logits_processing return_sampling_mask sampling_states "
         "trace_replay_state"
     ),
     f"{_WORKER}.sample.states:SamplingStates": "temperature",
-    _REJECTION: "num_speculative_steps sampler",
     f"{_WORKER}.spec_decode.speculator:DraftModelSpeculator": (
         "acceptance_estimator draft_logits max_num_reqs model use_local_argmax_reduction"
     ),
