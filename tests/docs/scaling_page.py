@@ -61,6 +61,21 @@ def scaling() -> Passages:
         rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
         found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
     found += _two_nodes()
+    served_tp2 = load("h200x2/served_gpt_oss_20b/results.json")["cells"]
+    rates = [
+        (
+            [arms[arm]["figures"]["output_throughput"] for arm in ("triton", "oss_fp8")],
+            arms["oss_fp8"]["ratios"]["output_throughput"]["median"],
+        )
+        for arms in (each["arms"] for each in served_tp2)
+    ]
+    forms = (
+        "{:.0f} and {:.0f} tokens per second at one request ({:.2f}x)",
+        "{:.0f} and {:.0f} at 32 ({:.2f}x)",
+        "{:.0f} and {:.0f} at 128 ({:.2f}x)",
+    )
+    for form, (pair, ratio) in zip(forms, rates, strict=True):
+        found.append((form, [*pair, ratio]))
     runs = (
         "cpu/soak",
         "h200/soak",

@@ -77,6 +77,7 @@ def readme() -> Passages:
         *_served_rows(bare=True),
         *h100_pages.readme(),
         *_demo(),
+        _largest_load(),
         (
             "is {:.2f}x, {:.2f}x and {:.2f}x faster per token",
             ratios("gpt_oss_20b_drafts3", "oss_fp8", "tpot"),
@@ -162,6 +163,13 @@ def _busy_host() -> Passages:
         ("second | {:.0f} | {:.0f} | {:.0f} |", [arm["figures"][name] for arm in arms]),
         ("| ratio | | {:.2f} | {:.2f} |", [arm["ratios"][name]["median"] for arm in arms[1:]]),
     ]
+
+
+def _largest_load() -> tuple[str, list[float]]:
+    arms = load("h200/max_load_gpt_oss_20b/results.json")["cells"][-1]["arms"]["oss_fp8"]
+    name = "output_throughput"
+    values = [arms["figures"][name], arms["ratios"][name]["median"]]
+    return "{:.0f} output tokens per second, {:.2f} times Triton experts", values
 
 
 def _max_load() -> Passages:
