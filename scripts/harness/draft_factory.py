@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from harness.folder import ShardWriter, atomic_folder
-from harness.model_factory import Maker, Shape, check_device, draw_attention, draw_mlp
+from harness.model_factory import CLASSES, Maker, Shape, check_device, draw_attention, draw_mlp
 from oss_fused.errors import UnsupportedModelError
 from oss_fused.files import write_json
 
@@ -178,7 +178,7 @@ def _config(target: Shape, layout: str) -> dict[str, Any]:
                 "algorithm": kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"architectures": ["GptOssForCausalLM"], "name_or_path": "target"},
+                "verifier": {"architectures": [CLASSES[target.arch]], "name_or_path": "target"},
             },
             "speculators_model_type": kind,
             "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},

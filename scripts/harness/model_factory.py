@@ -68,7 +68,7 @@ SHAPES: dict[tuple[str, str], Shape] = {
 }
 ARCHITECTURES = tuple(dict.fromkeys(arch for arch, _ in SHAPES))
 SIZES = tuple(dict.fromkeys(size for _, size in SHAPES))
-_CLASSES = {
+CLASSES = {
     "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -144,7 +144,7 @@ def check_device(device: torch.device | str) -> None:
 def config_of(shape: Shape, weight_format: str, ids: dict[str, int]) -> dict[str, Any]:
     """The contents of config.json, with the keys that the published checkpoints have."""
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[shape.arch]],
+        "architectures": [CLASSES[shape.arch]],
         "model_type": shape.arch.replace("-", "_"),
         "attention_bias": shape.arch == "gpt-oss",
         "attention_dropout": 0.0,

@@ -62,6 +62,15 @@ def test_speculators_layout(tmp_path):
     assert config["transformer_layer_config"]["num_hidden_layers"] == 1
 
 
+@pytest.mark.parametrize(
+    ("arch", "name"), [("gpt-oss", "GptOssForCausalLM"), ("llama", "LlamaForCausalLM")]
+)
+def test_a_head_names_its_verifier(arch, name, tmp_path):
+    make_draft(tmp_path / "draft", get_shape(arch, "tiny"), "speculators")
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    assert config["speculators_config"]["verifier"]["architectures"] == [name]
+
+
 def test_peagle_layout(tmp_path):
     tensors, config = made(tmp_path / "draft", "peagle")
     assert len(tensors) == 17 and list(tensors["mask_hidden"].shape) == [1, 3 * TINY.hidden]
