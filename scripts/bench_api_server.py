@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import streaming
-from harness.arguments import writable
+from harness.arguments import positive, writable
 from harness.compare import CPU_ENVIRONMENT
-from harness.compare_options import positive
 from harness.model_factory import get_shape, make_model
 from harness.processes import signals_as_exceptions
 from harness.server import Server

@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import writable
+from harness.arguments import positive, writable
 from harness.compare import check_model
-from harness.compare_options import positive
 
 NEVER = 10**9
 PROMPT = 64

@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 from harness import streaming
-from harness.arguments import writable
+from harness.arguments import positive, writable
 from harness.compare import parse_lengths
-from harness.compare_options import argument, positive
+from harness.compare_options import argument
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 

@@ -29,8 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.arguments import writable
-from harness.compare_options import positive
+from harness.arguments import positive, writable
 
 TOKENS, PROMPT = 96, list(range(10, 74))
 # of the calibrated scale: every linear saturates

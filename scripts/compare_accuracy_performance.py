@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness.arguments import output_folder
+from harness.arguments import output_folder, positive
 from harness.comprehensive_report import OURS, kernel_summary
 from harness.dashboard import DASHBOARD, alerts
 
@@ -122,7 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--small", action="store_true", help="small sizes; always on a CPU")
-    parser.add_argument("--hourly", type=int, default=1, metavar="RUNS", help="runs, an hour apart")
+    parser.add_argument(
+        "--hourly", type=positive, default=1, metavar="RUNS", help="runs, an hour apart"
+    )
     args = parser.parse_args(argv)
     before: dict[str, Any] = {}
     try:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import attention_accuracy, attention_regression
-from harness.arguments import output_file
+from harness.arguments import output_file, share
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, help="default: cuda if there is one, else cpu")
     add("--fp8", action="store_true", help="V in FP8, per channel and per group")
-    add("--clip-target", type=float, default=0.01, help="share that may clip (default: 0.01)")
+    add("--clip-target", type=share, default=0.01, help="share that may clip (default: 0.01)")
     candidates = [4, 8, 16, 32, 64]
     add("--group-candidates", type=_sizes, default=candidates, help="such as 4,8 (default: to 64)")
     add("--plot", action="store_true", help="histograms as PNG beside the JSON")

@@ -19,8 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import collective_bytes
-from harness.arguments import output_file
-from harness.compare_options import positive
+from harness.arguments import output_file, positive
 from harness.summary import merge_summary
 
 from oss_fused.bench.report import text_table

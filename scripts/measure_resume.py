@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import output_file
+from harness.arguments import output_file, positive
 
 from oss_fused.environment import fingerprint, portable
 from oss_fused.errors import OssFusedError
@@ -165,8 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("model", type=Path, help="folder of the checkpoint")
     add("--output", type=output_file, required=True, metavar="JSON", help="file to write")
-    add("--kills", type=int, default=10, help="in a row (default: 10)")
-    add("--apart", type=int, default=10, help="runs killed once (default: 10)")
+    add("--kills", type=positive, default=10, help="in a row (default: 10)")
+    add("--apart", type=positive, default=10, help="runs killed once (default: 10)")
     add("--seed", type=int, default=0, help="of the moments (default: 0)")
     add("--work", type=Path, help="where checkpoints are made (default: the system's temporary)")
     words = sys.argv[1:] if argv is None else argv

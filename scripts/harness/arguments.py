@@ -1,11 +1,35 @@
 # SPDX-License-Identifier: MIT
-"""Types of command-line arguments: what a script writes is tried before its work, not after it."""
+"""Types of command-line arguments: what a script cannot work with, or write, ends it at once."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from pathlib import Path
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, as argparse's ``type``.
+
+    Raises:
+        ArgumentTypeError: it is less.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1, as argparse's ``type``.
+
+    Raises:
+        ArgumentTypeError: it is another, or NaN.
+    """
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value}: expected 0 to 1")
+    return value
 
 
 def writable(path: Path) -> None:

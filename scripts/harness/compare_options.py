@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare
+from harness.arguments import positive
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -166,11 +167,3 @@ def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
-    return value

@@ -25,6 +25,9 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
         ("analyze_model.py {tiny} --suite empty.json", "--suite='empty.json': expected a suite"),
         ("bench_library.py --output o --device foo", "--device foo: expected cpu, cuda or cuda:N"),
         ("bench_library.py --output o --render", "--render: no file o/library-suite.json"),
+        ("eval_attention_accuracy.py --clip-target -1", "--clip-target: -1.0: expected 0 to 1"),
+        ("measure_resume.py {tiny} --output x --kills -1", "--kills: -1: expected at least 1"),
+        ("compare_accuracy_performance.py --hourly 0", "--hourly: 0: expected at least 1"),
         ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         (
