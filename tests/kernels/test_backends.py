@@ -217,7 +217,7 @@ def test_a_pipeline_agrees(backend, device):
     ("backend", "words"),
     [
         ("cuda", "NVIDIA GPU"),
-        ("tilelang", r"pip install .*\[tilelang\]"),
+        ("tilelang", "pip install tilelang"),
         ("nvcc", "python -m oss_fused.kernels.compiled"),
     ],
 )
