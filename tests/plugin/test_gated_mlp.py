@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: MIT
+"""Llama's MLP in decoder layers: one operator from codes to codes, or the separate ones."""
+
+from types import SimpleNamespace
+
+import torch
+from vllm.model_executor.layers.activation import SiluAndMul
+
+from oss_fused.layers.vllm import decoder
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+
+TOKENS, HIDDEN, INNER = 5, 48, 32
+
+
+class Projection:
+    """What the decoder sees of a gate_up projection on a GPU."""
+
+    def __init__(self, bias=None, method=OssFp8LinearMethod):
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.randn(2 * INNER, HIDDEN, generator=draw)
+        self.weight_scale = weight.abs().amax(1, keepdim=True) / 448
+        self.codes = (weight / self.weight_scale).to(torch.float8_e4m3fn)
+        self.weight = SimpleNamespace(is_cuda=True)
+        self.bias, self.quant_method, self.calls = bias, method.__new__(method), 0
+
+    def __call__(self, x):
+        self.calls += 1
+        rows, scale = x.data.view(-1, HIDDEN), x.scale.view(-1, 1)
+        out = torch.ops.oss_fused.fp8_gemm(
+            rows, self.codes, scale, self.weight_scale, None, x.orig_dtype, True
+        )
+        return out.view(*x.orig_shape[:-1], -1), None
+
+
+def run(projection, monkeypatch):
+    key = decoder.kFp8DynamicTokenSym
+    monkeypatch.setattr(decoder, "get_input_quant_key", lambda layer: key)
+    joined = decoder._gate_up_quant
+
+    def gate_up_quant(codes, weight, *rest):
+        assert weight is projection.weight
+        return joined(codes, projection.codes, *rest)
+
+    monkeypatch.setattr(decoder, "_gate_up_quant", gate_up_quant)
+    x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = x.float().abs().amax(2, keepdim=True) / 448
+    quantised = decoder.QuantizedActivation(
+        data=(x.float() / scale).to(torch.float8_e4m3fn),
+        scale=scale,
+        orig_dtype=x.dtype,
+        orig_shape=x.shape,
+        quant_key=key,
+    )
+    mlp = SimpleNamespace(
+        gate_up_proj=projection,
+        act_fn=SiluAndMul.__new__(SiluAndMul),
+        down_proj=lambda activation: (activation, None),
+    )
+    return decoder.gated_mlp(mlp, quantised)
+
+
+def test_one_operator_gives_what_the_separate_ones_give(monkeypatch):
+    joined, separate = Projection(), Projection(bias=torch.zeros(1))
+    got, want = run(joined, monkeypatch), run(separate, monkeypatch)
+    assert (joined.calls, separate.calls) == (0, 1)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(-1, INNER).view(torch.uint8))
+    assert torch.equal(got.scale.flatten(), want.scale.flatten())
+    assert got.orig_dtype == want.orig_dtype == torch.bfloat16
+    assert got.orig_shape == want.orig_shape == (1, TOKENS, INNER)
+    assert got.quant_key == want.quant_key
+
+
+class Other(OssFp8LinearMethod):
+    """A method that may change what it computes."""
+
+
+def test_another_method_keeps_its_own_product(monkeypatch):
+    projection = Projection(method=Other)
+    run(projection, monkeypatch)
+    assert projection.calls == 1
