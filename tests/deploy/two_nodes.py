@@ -288,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.enter_context(processes.signals_as_exceptions())
         both, network = stack.enter_context(nodes())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oss-fused-nodes-")))
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
         run = Run(args, both, args.logs or scratch)
         run.report["network"] = network
         if has_gpu():

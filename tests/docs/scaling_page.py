@@ -61,21 +61,7 @@ def scaling() -> Passages:
         rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
         found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
     found += _two_nodes()
-    served_tp2 = load("h200x2/served_gpt_oss_20b/results.json")["cells"]
-    rates = [
-        (
-            [arms[arm]["figures"]["output_throughput"] for arm in ("triton", "oss_fp8")],
-            arms["oss_fp8"]["ratios"]["output_throughput"]["median"],
-        )
-        for arms in (each["arms"] for each in served_tp2)
-    ]
-    forms = (
-        "{:.0f} and {:.0f} tokens per second at one request ({:.2f}x)",
-        "{:.0f} and {:.0f} at 32 ({:.2f}x)",
-        "{:.0f} and {:.0f} at 128 ({:.2f}x)",
-    )
-    for form, (pair, ratio) in zip(forms, rates, strict=True):
-        found.append((form, [*pair, ratio]))
+    found += _served_tp2()
     runs = (
         "cpu/soak",
         "h200/soak",
@@ -88,6 +74,38 @@ def scaling() -> Passages:
     found.append(("and {:.0f} % for the baseline", [100 * (1 - two / one)]))
     falls = [speedup("gpt_oss_20b", 1), speedup("gpt_oss_20b", 1, 128, "h200x2")]
     found.append(("falls from {:.2f}x to {:.2f}x", falls))
+    return found
+
+
+def _served_tp2() -> Passages:
+    found: Passages = []
+    pair = "{:.0f} / {:.0f} ({:.2f}x)"
+    for label, model in (
+        ("20b, the better of Triton and Marlin experts", "20b"),
+        ("120b, Triton experts", "120b"),
+    ):
+        values: list[float] = []
+        cells = load(f"h200x2/served_gpt_oss_{model}/results.json")["cells"]
+        for each in cells:
+            arms, baseline = each["arms"], each["baselines"]["output_throughput"]
+            values += [arms[arm]["figures"]["output_throughput"] for arm in (baseline, "oss_fp8")]
+            values.append(arms["oss_fp8"]["ratios"]["output_throughput"]["median"])
+        found.append((f"| {label} | {pair} | {pair} | {pair} |", values))
+        if model == "120b":
+            last = cells[-1]["arms"]
+            gaps = [last[arm]["figures"]["p50_itl_ms"] for arm in ("triton", "oss_fp8")]
+            form = "between two tokens was {:.1f} ms, with oss_fp8 {:.1f} ({:.2f}x)"
+            found.append((form, [*gaps, gaps[0] / gaps[1]]))
+        else:
+            taken = cells[0]["arms"]["oss_fp8"]["figures"]
+            alone = served("gpt_oss_20b", "oss_fp8", "tpot")[0]
+            form = "takes {:.2f} ms per token, more than on one GPU ({:.2f})"
+            found.append((form, [taken["p50_tpot_ms"], alone]))
+            found.append(("a burst of four steps took {:.1f} ms", [taken["p50_itl_ms"]]))
+            # a burst of `auto` lasts 5 ms at most
+            found.append(("of a burst took at most {:.2f} ms on the device", [5 / 4]))
+            plain = load("h200x2/two_nodes.json")["layouts"]["tp2"]["ms_per_token"]
+            found.append(("it took {:.2f} ms in another run", [plain["batch_1"]["median"]]))
     return found
 
 
