@@ -91,9 +91,9 @@ class OssEagleSpeculator(EagleSpeculator):
         self, batch: InputBatch, seen: list[torch.Tensor] | None, options: dict[str, Any]
     ) -> Any:
         """The graph for a step in which every request verifies d drafts; None where vLLM drafts."""
-        drafts = self.num_speculative_steps
+        drafts, kept = self.num_speculative_steps, self._seen(1)
         if (
-            not seen
+            not (seen and kept)
             or not batch.decode_graph_eligible
             or batch.num_tokens != batch.num_reqs * (drafts + 1)
             or batch.num_scheduled_tokens.max() != drafts + 1
@@ -102,7 +102,7 @@ class OssEagleSpeculator(EagleSpeculator):
             or options.get("mm_inputs") is not None
             or options.get("num_speculative_tokens") not in (None, drafts)
             # not where a graph left them
-            or seen[0].data_ptr() != self._seen(1)[0].data_ptr()
+            or seen[0].data_ptr() != kept[0].data_ptr()
         ):
             return None
         desc = self.passes.dispatch(batch.num_reqs, batch.num_tokens, drafts + 1, 0)

@@ -101,6 +101,11 @@ def test_a_step_that_verifies_drafts_takes_a_graph():
     assert made._graph_of(batch((4, 4)), seen, {"num_speculative_tokens": 3}).num_reqs == 2
 
 
+def test_no_graph_was_recorded():
+    made = speculator(target_graphs=SimpleNamespace(aux_hidden_states=[]))
+    assert made._graph_of(batch(), [torch.zeros(12, 8)], {}) is None
+
+
 @pytest.mark.parametrize(
     ("step", "options"),
     [
