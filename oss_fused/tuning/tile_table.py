@@ -184,7 +184,7 @@ class TableTuner:
 
     def _rule(self, bucket: int, n: int, k: int) -> Entry:
         gluon = not self.names.isdisjoint(tiles.GLUON_KERNELS)
-        return dict(tiles.gemm_rule(bucket, n, k, gluon))
+        return dict(tiles.gemm_rule(bucket, n, k, gluon, tiles.CUBLASLT in self.names))
 
     def _search(self, bucket: int, n: int, k: int, launch: Launch) -> tuple[float, Entry] | None:
         """Time and entry of the fastest tile of all families, None if none runs."""

@@ -285,7 +285,9 @@ def test_an_operand_rewritten_just_before(case, vouched):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemv", "large", "pingpong", "cooperative", "stream", "swap"])
+@pytest.mark.parametrize(
+    "name", ["gemv", "large", "pingpong", "cooperative", "stream", "swap", "cublaslt"]
+)
 @pytest.mark.parametrize("vouched", [False, True])
 def test_every_product_kernel(name, vouched):
     """By name: which of them an operator takes depends on the device's table."""

@@ -36,11 +36,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 class WindowTile(NamedTuple):
     """Query rows of a program (tokens times heads of a group), its warps, a thread's registers.
 
-    With 128 registers a multiprocessor holds two programs: one computes while the other loads.
+    With 128 registers a multiprocessor holds four programs: some compute while others load.
     """
 
-    rows: int = 128
-    warps: int = 8
+    rows: int = 64
+    warps: int = 4
     registers: int | None = 128
 
 

@@ -15,6 +15,7 @@ from oss_fused.kernels.checks import (
     as_rows,
     check_dtype,
 )
+from oss_fused.kernels.gemm.cublaslt import fits_cublaslt, gemm_cublaslt, runs_cublaslt
 from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
@@ -40,21 +41,21 @@ FUSED_OUTPUTS = 3072
 @functools.cache
 def kernels(device: torch.device) -> dict[str, Callable[..., None]]:
     """The kernels that can run on ``device`` by their names in the tile tables."""
-    if not runs_gluon(device):
-        return KERNELS
-    from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
-    from oss_fused.kernels.gemm.stream import gemm_stream
+    found = dict(KERNELS)
+    if runs_gluon(device):
+        from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
+        from oss_fused.kernels.gemm.stream import gemm_stream
 
-    return {
-        **KERNELS,
-        "stream": gemm_stream,
-        "cooperative": gemm_cooperative,
-        "pingpong": gemm_pingpong,
-    }
+        found["stream"] = gemm_stream
+        found["cooperative"] = gemm_cooperative
+        found["pingpong"] = gemm_pingpong
+    if runs_cublaslt(device):
+        found[tiles.CUBLASLT] = gemm_cublaslt
+    return found
 
 
-def _tile(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
-    return dict(tiles.choose_gemm_config(device, m, n, k, runs_gluon(device)))
+def _tile(device: torch.device, m: int, n: int, k: int, cublaslt: bool = False) -> dict[str, Any]:
+    return dict(tiles.choose_gemm_config(device, m, n, k, runs_gluon(device), cublaslt))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
@@ -88,7 +89,10 @@ def fp8_gemm(
     if out.numel() == 0:
         return out
     a, b = as_rows(a), as_rows(b)
-    config = _tile(a.device, a.shape[0], b.shape[0], a.shape[1])
+    (m, k), n = a.shape, b.shape[0]
+    config = _tile(a.device, m, n, k, runs_cublaslt(a.device))
+    if config["kernel"] == tiles.CUBLASLT and not fits_cublaslt(a, b, a_scale, b_scale, bias, out):
+        config = _tile(a.device, m, n, k)
     name = config.pop("kernel")
     if name != "tile" and not (_aligned(a) and _aligned(b)):
         name, config = "tile", {}

@@ -20,6 +20,8 @@ ROW_BUCKETS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 # kernels of products that need Gluon and Hopper; the others need Triton alone
 GLUON_KERNELS = ("stream", "cooperative", "pingpong", "pipeline")
+# cuBLASLt's product (gemm/cublaslt.py), and the smallest bucket for which the rule takes it
+CUBLASLT, CUBLASLT_ROWS = "cublaslt", 8192
 
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -88,25 +90,32 @@ def lookup(device: torch.device, operation: str, key: str) -> dict[str, Any] | N
 
 
 def choose_gemm_config(
-    device: torch.device, m: int, n: int, k: int, gluon: bool = False
+    device: torch.device, m: int, n: int, k: int, gluon: bool = False, cublaslt: bool = False
 ) -> dict[str, Any]:
     """Kernel and tile sizes of an FP8 GEMM [M, K] x [N, K].
 
-    ``gluon`` says whether kernels in Gluon run there; if not, the rule replaces a table's entry
-    that names one.
+    ``gluon`` says whether kernels in Gluon run there, ``cublaslt`` whether cuBLASLt's product does;
+    if not, the rule replaces a table's entry that names one.
     """
     bucket = row_bucket(m)
     known = lookup(device, "fp8_gemm", f"{bucket}x{n}x{k}")
-    if known is not None and (gluon or known["kernel"] not in GLUON_KERNELS):
-        return known
-    return gemm_rule(bucket, n, k, gluon)
+    if known is not None:
+        kernel = known["kernel"]
+        if cublaslt if kernel == CUBLASLT else gluon or kernel not in GLUON_KERNELS:
+            return known
+    return gemm_rule(bucket, n, k, gluon, cublaslt)
 
 
 @functools.cache
-def gemm_rule(bucket: int, n: int, k: int, gluon: bool = False) -> dict[str, Any]:
+def gemm_rule(
+    bucket: int, n: int, k: int, gluon: bool = False, cublaslt: bool = False
+) -> dict[str, Any]:
     """The tile of a shape that no table has; measured best on average over an H200's shapes."""
     if k % 16:
         return {"kernel": "tile"}
+    # columns of a last tile that N does not fill cost it more than the kernels in Gluon
+    if cublaslt and bucket >= CUBLASLT_ROWS and n % 128 == 0:
+        return {"kernel": CUBLASLT}
     if gluon and 2 < bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
     if gluon and bucket >= 1024:

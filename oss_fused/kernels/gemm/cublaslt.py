@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""FP8 GEMM for many rows by cuBLASLt, through ``torch._scaled_mm``; see kernels/gemm.
+
+At the power limit it takes less time than the kernels in Gluon. Sums, scales and the one rounding
+are theirs: the tensor cores' own sums, without promotion to float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_ALIGNMENT = 16
+
+
+@functools.cache
+def runs_cublaslt(device: torch.device) -> bool:
+    """Whether ``device`` is a Hopper GPU; on others the product is not measured."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def fits_cublaslt(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> bool:
+    """Whether cuBLASLt takes these operands; arguments as in fp8_gemm, already checked.
+
+    It takes a scale for each row of both, rows one behind the other, whatever their stride, of a
+    multiple of 16 columns, and a result and a bias in bf16.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    tensors = (a, b, a_scale, b_scale, out) if bias is None else (a, b, a_scale, b_scale, out, bias)
+    return (
+        n % _ALIGNMENT == 0
+        and k % _ALIGNMENT == 0
+        and (a_scale.numel(), b_scale.numel()) == (m, n)
+        and out.dtype is torch.bfloat16
+        and (bias is None or bias.dtype is torch.bfloat16)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+    )
+
+
+def gemm_cublaslt(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Launch into ``out`` [M, N] what ``fits_cublaslt``."""
+    torch._scaled_mm(
+        a,
+        b.t(),
+        a_scale.view(-1, 1),
+        b_scale.view(1, -1),
+        bias=bias,
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
+    )
