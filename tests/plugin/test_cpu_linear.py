@@ -132,9 +132,13 @@ def bytes_of(model):
         for value in [*vars(module).values(), *module._parameters.values()]:
             if isinstance(value, torch.Tensor):
                 held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-            # a handler's matrix is in memory of its own
+            # what a processor's product holds: a packed matrix, or a handler, whose matrix is in
+            # memory of its own
             if callable(value) and getattr(value, "__closure__", None):
                 cells = [cell.cell_contents for cell in value.__closure__]
+                for tensor in (c for c in cells if isinstance(c, torch.Tensor)):
+                    storage = tensor.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
                 handlers = [c for c in cells if hasattr(c, "handler_tensor")]
                 held |= {id(h): 2 * h.n * h.k for h in handlers}
     return sum(held.values())
