@@ -66,10 +66,22 @@ def _kv_cache() -> Passages:
     ]
 
 
+def _newer_vllm() -> Passages:
+    cells = load("h200/decode_gpt_oss_20b_vllm_0.33/results.json")["cells"]
+    values = [
+        value
+        for cell in cells
+        for value in (*(cell["arms"][arm]["ms"] for arm in ("triton", "oss_fp8")), cell["speedup"])
+    ]
+    steps = " | ".join(["{:.2f} / {:.2f} ({:.2f}x)"] * 4)
+    return [(f"| {steps} | {{:.1f}} / {{:.1f}} ({{:.2f}}x) |", values)]
+
+
 def serving() -> Passages:
     monitor = load("h200/monitor.json")
     return [
         *drafts_passages.drafts(),
+        *_newer_vllm(),
         *_kv_cache(),
         (
             "a sample takes {:.1f} ms more than its step of {:.1f} ms",
