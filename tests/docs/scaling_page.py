@@ -101,7 +101,7 @@ def _served_tp2() -> Passages:
             alone = served("gpt_oss_20b", "oss_fp8", "tpot")[0]
             form = "takes {:.2f} ms per token, more than on one GPU ({:.2f})"
             found.append((form, [taken["p50_tpot_ms"], alone]))
-            found.append(("a burst of four steps took {:.1f} ms", [taken["p50_itl_ms"]]))
+            found.append(("burst of four steps took {:.1f} ms", [taken["p50_itl_ms"]]))
             # a burst of `auto` lasts 5 ms at most
             found.append(("of a burst took at most {:.2f} ms on the device", [5 / 4]))
             plain = load("h200x2/two_nodes.json")["layouts"]["tp2"]["ms_per_token"]
