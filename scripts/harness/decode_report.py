@@ -92,14 +92,14 @@ def _method(results: Mapping[str, Any]) -> str:
         "rounds, in brackets the lowest and highest round. Speed-up: the time of the faster of "
         f"{', '.join(settings['baselines'])} over that of {settings['candidate']}."
     )
+    jump = "a step took more than twice the median, or less than half"
     if left_out:
         text += (
-            f" {left_out} of {len(measured)} measurements are left out: a step in them took more "
-            "than twice the median, or less than half, because the process that reads the tokens "
-            "stood still."
+            f" {left_out} of {len(measured)} measurements are left out: in each {jump}, because "
+            "the process that reads the tokens stood still."
         )
     if unsteady:
-        text += f" No round was free of that for: {'; '.join(unsteady)}."
+        text += f" In every round of these {jump}, and they count: {'; '.join(unsteady)}."
     return text
 
 
