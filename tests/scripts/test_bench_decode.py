@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import decode
+from harness import decode, decode_report
 
 from tests.harness.test_decode import GPT_OSS, WORKER
 
@@ -124,3 +124,18 @@ def test_a_failing_engine_exits_with_one(script, arms, tmp_path, capsys):
     options = ["--batches", "13", "--contexts", "16", "--output", str(tmp_path / "out")]
     assert script.main([*arms, *options]) == 1
     assert "unlucky" in capsys.readouterr().err
+
+
+def test_loads_without_a_steady_round_are_named():
+    arms = {
+        "triton": {"left_out": 0, "steady": False},
+        "oss_fp8": {"left_out": 0, "steady": True},
+    }
+    results = {
+        "measurements": [{"round": 0}],
+        "settings": {"baselines": ["triton"], "candidate": "oss_fp8"},
+        "cells": [{"batch": 1, "context": 128, "arms": arms}],
+    }
+    text = decode_report._method(results)
+    assert "left out" not in text
+    assert text.endswith("or less than half, and they count: triton, batch 1, context 128.")
