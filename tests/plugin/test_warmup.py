@@ -19,7 +19,7 @@ from oss_fused.kernels.moe.config import (
     routing_block,
 )
 from oss_fused.kernels.op import set_observer
-from oss_fused.kernels.tiles import row_bucket
+from oss_fused.kernels.tiles import ROW_BUCKETS, row_bucket
 from oss_fused.layers.vllm import warmup
 from oss_fused.layers.vllm.experts import choice as moe
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
@@ -112,6 +112,38 @@ def test_bits16_layers_are_warmed_beside_others(monkeypatch):
 
     bits16, fp8, again = warm(-1), warm(512), warm(512)
     assert 512 in fp8 and 512 not in bits16 and not again
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_linear_layers_run_every_bucket_with_the_scales_of_serving(static, monkeypatch):
+    """The largest bucket takes cuBLASLt only with a scale for each row; static ones have one."""
+    monkeypatch.setattr(warmup, "_done", set())
+    layer = SimpleNamespace(
+        weight=torch.zeros(128, 64).to(torch.float8_e4m3fn).as_subclass(OnGpu),
+        weight_scale=torch.ones(128, 1),
+        input_scale=torch.ones(1) if static else None,
+        oss_max_tokens=8192,
+    )
+
+    def apply(layer, x, bias):
+        scales = (layer.weight_scale, layer.input_scale)
+        return torch.ops.oss_fused.fp8_linear(x, layer.weight, *scales, bias, True)
+
+    met = {"fp8_linear": [], "fp8_gemm": []}
+
+    def observe(name, args):
+        if name == "fp8_gemm":
+            met[name].append((args[0].shape[0], args[2].numel()))
+        elif name == "fp8_linear":
+            met[name].append((args[0].shape[0], args[3] is not None))
+
+    set_observer(observe)
+    try:
+        warmup.warm_linear(layer, apply, torch.bfloat16, False)
+    finally:
+        set_observer(None)
+    assert met["fp8_linear"] == [(rows, static) for rows in ROW_BUCKETS]
+    assert met["fp8_gemm"] == [(rows, 1 if static else rows) for rows in ROW_BUCKETS]
 
 
 def test_once_for_each_key(monkeypatch):
