@@ -20,8 +20,8 @@ from triton.runtime.jit import JITFunction
 def compiling_only(threads: int) -> Iterator[None]:
     """In this block a launch compiles its kernel, on one of ``threads`` threads, and runs nothing.
 
-    What launches would have written is left as it is. Kernels are ready when the block ends; one
-    that cannot be compiled raises where it is launched later.
+    What launches would have written is left as it is; PyTorch's own operators run on it. Kernels
+    are ready when the block ends; one that cannot be compiled raises where it is launched later.
     """
     launch = JITFunction.run
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """FP8 GEMM for many rows by cuBLASLt, through ``torch._scaled_mm``; see kernels/gemm.
 
-At the power limit it takes less time than the kernels in Gluon. Sums, scales and the one rounding
-are theirs: the tensor cores' own sums, without promotion to float32.
+At the power limit it takes less time than the kernels in Gluon. As there, the tensor cores' own
+sums are scaled and rounded once, without promotion of partial sums to float32. PyTorch for CUDA
+older than 12.9 runs a CUTLASS kernel in its place.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def fits_cublaslt(
 ) -> bool:
     """Whether cuBLASLt takes these operands; arguments as in fp8_gemm, already checked.
 
-    It takes a scale for each row of both, rows one behind the other, whatever their stride, of a
-    multiple of 16 columns, and a result and a bias in bf16.
+    It takes contiguous tensors at a boundary of 16 bytes, N and K that are multiples of 16, a scale
+    for each row of both, and a result and a bias in bf16.
     """
     (m, k), n = a.shape, b.shape[0]
     tensors = (a, b, a_scale, b_scale, out) if bias is None else (a, b, a_scale, b_scale, out, bias)
