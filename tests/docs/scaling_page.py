@@ -99,7 +99,7 @@ def _served_tp2() -> Passages:
         else:
             taken = cells[0]["arms"]["oss_fp8"]["figures"]
             alone = served("gpt_oss_20b", "oss_fp8", "tpot")[0]
-            form = "takes {:.2f} ms per token, more than on one GPU ({:.2f})"
+            form = "takes {:.2f} ms per token, more than on one GPU ({:.2f}, with 128 tokens out)"
             found.append((form, [taken["p50_tpot_ms"], alone]))
             found.append(("burst of four steps took {:.1f} ms", [taken["p50_itl_ms"]]))
             # a burst of `auto` lasts 5 ms at most
