@@ -136,22 +136,7 @@ class Stages:
 
 def main(argv: list[str] | None = None) -> int:
     """Calibrate, write JSON, print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("model", type=Path, help="folder of the checkpoint")
-    add("--output", type=output_file, required=True, metavar="JSON", help="file to write")
-    add("--summary", type=output_file, metavar="JSON", help="file of named figures to add to")
-    add("--summary-name", default="calibration.peak_gib_20b", help="default: %(default)s")
-    add("--summary-anonymous", metavar="NAME", help="name of the anonymous memory's peak there")
-    add("--experts", default="auto", help="as calibrate.py takes it (default: auto)")
-    add("--kv-cache", default="fp8", help="as calibrate.py takes it (default: fp8)")
-    add("--num-samples", type=int, default=4, help="default: 4")
-    add("--max-seq-length", type=int, default=512, help="default: 512")
-    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    add("--work", type=Path, help="where the checkpoint is made (default: beside MODEL)")
-    args = parser.parse_args(argv)
+    args = parse_args(argv)
     recipe = {"dataset": "python", "kv_cache": args.kv_cache, "experts": args.experts}
     sizes = {"num_samples": args.num_samples, "max_seq_length": args.max_seq_length}
     stages = Stages()
@@ -172,7 +157,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         print(stages.table(), file=sys.stderr)  # an interrupted run tells where it was
-    gpu = run.device.type == "cuda"
     figures = {
         "kind": "oss_fused.measure_calibration",
         "environment": fingerprint(),
@@ -184,14 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         "kv_cache": args.kv_cache,
         "source_gib": summary.source_bytes / 2**30,
         "linears_in_fp8": summary.quantised,
-        "seconds": sum(stages.seconds.values()),
-        "peak_resident_gib": stages.resident,
-        "peak_anonymous_gib": max(stages.anonymous.values()),
-        "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
-        "stages": {
-            name: {"seconds": seconds, "peak_anonymous_gib": stages.anonymous[name]}
-            for name, seconds in stages.seconds.items()
-        },
+        **used(stages, run.device.type == "cuda"),
     }
     write_json(args.output, figures)
     if args.summary:
@@ -205,6 +182,40 @@ def main(argv: list[str] | None = None) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def used(stages: Stages, gpu: bool) -> dict[str, Any]:
+    """Time and memory that the run took."""
+    return {
+        "seconds": sum(stages.seconds.values()),
+        "peak_resident_gib": stages.resident,
+        "peak_anonymous_gib": max(stages.anonymous.values()),
+        "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "stages": {
+            name: {"seconds": seconds, "peak_anonymous_gib": stages.anonymous[name]}
+            for name, seconds in stages.seconds.items()
+        },
+    }
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Command line of the script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", type=Path, help="folder of the checkpoint")
+    add("--output", type=output_file, required=True, metavar="JSON", help="file to write")
+    add("--summary", type=output_file, metavar="JSON", help="file of named figures to add to")
+    add("--summary-name", default="calibration.peak_gib_20b", help="default: %(default)s")
+    add("--summary-anonymous", metavar="NAME", help="name of the anonymous memory's peak there")
+    add("--experts", default="auto", help="as calibrate.py takes it (default: auto)")
+    add("--kv-cache", default="fp8", help="as calibrate.py takes it (default: fp8)")
+    add("--num-samples", type=int, default=4, help="default: 4")
+    add("--max-seq-length", type=int, default=512, help="default: 512")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--work", type=Path, help="where the checkpoint is made (default: beside MODEL)")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

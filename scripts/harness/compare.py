@@ -301,19 +301,7 @@ def _measure_group(
     keep: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Wait for ``servers``, ask each, and put the grid on them, alternating."""
-    # each has its own time: asking all of them in turn does not count one's wait as another's
-    while not all([server.is_healthy() for server in servers]):
-        time.sleep(0.25)
-    for server in servers:
-        seconds = server.wait_until_healthy()
-        plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: healthy after {seconds:.0f} s")
-        arm = results["arms"].setdefault(server.name, _describe(plan, server))
-        arm["startup_seconds"].append(round(seconds, 1))
-        if "chat" not in arm:
-            arm["chat"] = [server.ask(question) for question in plan.questions]
-            for chat in arm["chat"]:
-                plan.say(f"    {chat['question']} -> {chat['answer'].strip()[:100]!r}")
-        arm["memory"] |= server.log_figures()
+    _await_and_ask(plan, servers, number, results["arms"])
     if plan.after is not None:
         processes.wait_for_end(plan.after)
     if plan.busy_host:
@@ -330,34 +318,57 @@ def _measure_group(
                     results["arms"][server.name].setdefault("warmups", []).append(seen)
             # alternate which arm goes first
             for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
-                load_average = os.getloadavg()[0]
-                figures = client.run(server, cell, seed, server.model, extra=plan.bench_flags)
-                results["measurements"].append(
-                    {
-                        "arm": server.name,
-                        "round": number,
-                        "repeat": repeat,
-                        "concurrency": cell.concurrency,
-                        "input_len": cell.input_len,
-                        "output_len": cell.output_len,
-                        "num_prompts": cell.num_prompts,
-                        "load_average": round(load_average, 2),
-                        "figures": figures,
-                    }
-                )
+                measured = _put_load(plan, client, server, cell, seed)
+                results["measurements"].append({"round": number, "repeat": repeat, **measured})
                 keep(results)
-                plan.say(
-                    f"    {server.name:<12} {cell.key:<14} "
-                    f"{figures['output_throughput']:9.1f} tok/s   "
-                    f"TTFT {figures['p50_ttft_ms']:8.1f} ms   TPOT {figures['p50_tpot_ms']:7.2f} ms"
-                )
     for server in servers:
-        measured = plan.stream(server) if plan.stream else None
-        if measured:
-            results.setdefault("streaming", {})[server.name] = measured
+        streamed = plan.stream(server) if plan.stream else None
+        if streamed:
+            results.setdefault("streaming", {})[server.name] = streamed
             keep(results)
     for server in servers:
         server.check("after the measurement")
+
+
+def _await_and_ask(
+    plan: Comparison, servers: Sequence[Server], number: int, arms: dict[str, Any]
+) -> None:
+    """Note how long each server took to start, what it answers, and its memory."""
+    # each has its own time: asking all of them in turn does not count one's wait as another's
+    while not all([server.is_healthy() for server in servers]):
+        time.sleep(0.25)
+    for server in servers:
+        seconds = server.wait_until_healthy()
+        plan.say(f"[round {number + 1}/{plan.rounds}] {server.name}: healthy after {seconds:.0f} s")
+        arm = arms.setdefault(server.name, _describe(plan, server))
+        arm["startup_seconds"].append(round(seconds, 1))
+        if "chat" not in arm:
+            arm["chat"] = [server.ask(question) for question in plan.questions]
+            for chat in arm["chat"]:
+                plan.say(f"    {chat['question']} -> {chat['answer'].strip()[:100]!r}")
+        arm["memory"] |= server.log_figures()
+
+
+def _put_load(
+    plan: Comparison, client: LoadClient, server: Server, cell: Cell, seed: int
+) -> dict[str, Any]:
+    """One load on one server."""
+    load_average = os.getloadavg()[0]
+    figures = client.run(server, cell, seed, server.model, extra=plan.bench_flags)
+    plan.say(
+        f"    {server.name:<12} {cell.key:<14} "
+        f"{figures['output_throughput']:9.1f} tok/s   "
+        f"TTFT {figures['p50_ttft_ms']:8.1f} ms   TPOT {figures['p50_tpot_ms']:7.2f} ms"
+    )
+    return {
+        "arm": server.name,
+        "concurrency": cell.concurrency,
+        "input_len": cell.input_len,
+        "output_len": cell.output_len,
+        "num_prompts": cell.num_prompts,
+        "load_average": round(load_average, 2),
+        "figures": figures,
+    }
 
 
 def _warm_up(
