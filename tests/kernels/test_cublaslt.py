@@ -82,7 +82,8 @@ def test_the_rule_takes_it_for_many_rows():
     assert least in tiles.ROW_BUCKETS, "rows of a bucket share a kernel, which warm-up compiles"
     # a last tile that is not full
     assert tiles.gemm_rule(8192, 4160, 4096, True, True) == tiles.gemm_rule(8192, 4160, 4096, True)
-    assert tiles.gemm_rule(8192, 4096, 4104, True, True) == {"kernel": "tile"}
+    for k in (4104, 0):
+        assert tiles.gemm_rule(8192, 4096, k, True, True) == {"kernel": "tile"}
 
 
 def test_a_table_may_name_it(monkeypatch):
@@ -170,10 +171,12 @@ def test_other_results_take_another_kernel(library, device):
 def test_it_runs_on_hopper(monkeypatch):
     assert not runs_cublaslt(CPU)
     uncached = runs_cublaslt.__wrapped__
-    for capability in ((8, 9), (9, 0), (10, 0)):
-        found = {CUDA: capability}
-        monkeypatch.setattr(torch.cuda, "get_device_capability", found.get)
-        assert uncached(CUDA) is (capability == (9, 0))
+    for cuda in ("13.0", "12.9", "12.8", None):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        for capability in ((8, 9), (9, 0), (10, 0)):
+            found = {CUDA: capability}
+            monkeypatch.setattr(torch.cuda, "get_device_capability", found.get)
+            assert uncached(CUDA) is (capability == (9, 0) and cuda in ("13.0", "12.9"))
 
 
 @pytest.fixture

@@ -87,6 +87,9 @@ def test_empty(backend, device):
     a, b, a_scale, b_scale, bias = operands(0, 40, 64, device)
     out = get_kernel(backend, "fp8_gemm")(a, b, a_scale, b_scale, bias, torch.bfloat16)
     assert out.shape == (0, 40)
+    a, b, a_scale, b_scale, bias = operands(5, 48, 0, device)
+    out = get_kernel(backend, "fp8_gemm")(a, b, a_scale, b_scale, bias, torch.bfloat16)
+    assert torch.equal(out, bias.to(out.dtype).expand(5, 48))
 
 
 @pytest.mark.parametrize("m", [1, 3, 20])

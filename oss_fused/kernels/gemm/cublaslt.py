@@ -2,8 +2,7 @@
 """FP8 GEMM for many rows by cuBLASLt, through ``torch._scaled_mm``; see kernels/gemm.
 
 At the power limit it takes less time than the kernels in Gluon. As there, the tensor cores' own
-sums are scaled and rounded once, without promotion of partial sums to float32. PyTorch for CUDA
-older than 12.9 runs a CUTLASS kernel in its place.
+sums are scaled and rounded once, without promotion of partial sums to float32.
 """
 
 from __future__ import annotations
@@ -13,12 +12,20 @@ import functools
 import torch
 
 _ALIGNMENT = 16
+# whose cuBLASLt multiplies by a scale of each row
+_CUDA = (12, 9)
 
 
 @functools.cache
 def runs_cublaslt(device: torch.device) -> bool:
-    """Whether ``device`` is a Hopper GPU; on others the product is not measured."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """Whether ``device`` is a Hopper GPU, and PyTorch's cuBLASLt has scales of rows.
+
+    On other GPUs the product is not measured. PyTorch for an older CUDA runs a CUTLASS kernel.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    version = (torch.version.cuda or "0").split(".")
+    return tuple(int(part) for part in version[:2]) >= _CUDA
 
 
 def fits_cublaslt(

@@ -111,7 +111,8 @@ def gemm_rule(
     bucket: int, n: int, k: int, gluon: bool = False, cublaslt: bool = False
 ) -> dict[str, Any]:
     """The tile of a shape that no table has; measured best on average over an H200's shapes."""
-    if k % 16:
+    # without columns the others have nothing to load, and cuBLASLt leaves out the bias
+    if k % 16 or k == 0:
         return {"kernel": "tile"}
     # columns of a last tile that N does not fill cost it more than the kernels in Gluon
     if cublaslt and bucket >= CUBLASLT_ROWS and n % 128 == 0:
