@@ -20,7 +20,7 @@ from typing import Any
 
 from harness import streaming
 from harness.arguments import positive, writable
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.model_factory import get_shape, make_model
 from harness.processes import signals_as_exceptions
 from harness.server import Server

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import decode, decode_figures, decode_profile, decode_report, summary
 from harness.arguments import writable
-from harness.compare import Arm, check_model, parse_arm
+from harness.arms import Arm, check_model, parse_arm
 from harness.decode_limits import load_config, step_bytes
 from harness.processes import Terminated, signals_as_exceptions
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from harness import decode, decode_figures, processes, summary
 from harness.arguments import positive, writable
-from harness.compare import CPU_ENVIRONMENT, Arm, check_model
+from harness.arms import CPU_ENVIRONMENT, Arm, check_model
 from harness.decode_limits import load_config
 
 from oss_fused.bench.report import text_table

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.arguments import positive, writable
-from harness.compare import check_model
+from harness.arms import check_model
 
 NEVER = 10**9
 PROMPT = 64

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from harness import streaming
 from harness.arguments import positive, writable
-from harness.compare import parse_lengths
 from harness.compare_options import argument
+from harness.grid import parse_lengths
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 

@@ -34,7 +34,9 @@ from typing import Any
 
 from harness import compare, compare_report, streaming, summary
 from harness.arguments import writable
+from harness.arms import check_model
 from harness.compare_options import make_parser
+from harness.grid import make_grid
 from harness.processes import Terminated, signals_as_exceptions
 from harness.server import Server
 
@@ -103,8 +105,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     check_json(parser, "--summary", args.summary)
     try:
         for arm in args.arm:
-            compare.check_model(arm.model)
-        args.grid = compare.make_grid(args.lengths, args.concurrency, args.num_prompts)
+            check_model(arm.model)
+        args.grid = make_grid(args.lengths, args.concurrency, args.num_prompts)
     except ValueError as error:
         parser.error(str(error))
     # a link stands for its target

@@ -22,7 +22,7 @@ from typing import Any
 
 from harness import evaluate, summary
 from harness.arguments import writable
-from harness.compare import Arm, check_model, parse_arm
+from harness.arms import Arm, check_model, parse_arm
 from harness.needle import make_needles
 from harness.processes import Terminated
 from harness.quality_report import add_quality

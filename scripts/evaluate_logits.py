@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from harness import processes, summary
 from harness.arguments import writable
-from harness.compare import CPU_ENVIRONMENT, check_model, parse_arm
+from harness.arms import CPU_ENVIRONMENT, check_model, parse_arm
 from harness.decode_limits import load_config
 
 from oss_fused.bench.report import text_table

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
 from harness.arguments import output_file
-from harness.compare import check_model
+from harness.arms import check_model
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
 

@@ -5,142 +5,26 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness import processes
 from harness.arithmetic import describe_arithmetic
-from harness.load import CLIENT, Cell, LoadClient
+from harness.arms import CPU_ENVIRONMENT, Arm
+from harness.grid import Cell
+from harness.load import CLIENT, LoadClient
 from harness.processes import Terminated
 from harness.server import VLLM_SERVE, Server, check_port, free_port
 
 QUESTION = "What is the capital of France?"
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-}
 _WARMUP_SEED = 10_000_000
 # two successive medians that differ by less are those of a warm server
 _WARM = 1.1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One thing to compare: a name, a checkpoint, flags of `vllm serve`, environment variables."""
-
-    name: str
-    model: str
-    flags: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-
-
-class Lengths(NamedTuple):
-    """Tokens in and out of a request, and numbers of concurrent requests (none: the common).
-
-    ``prompts`` has the number of requests for each of ``concurrency``.
-    """
-
-    inputs: int
-    outputs: int
-    concurrency: tuple[int, ...] = ()
-    prompts: tuple[int, ...] = ()
-
-
-def parse_arm(text: str) -> Arm:
-    """Read ``NAME=[VARIABLE=VALUE ...] MODEL [FLAGS ...]``, quoted as in a shell.
-
-    Raises:
-        ValueError: no name, no model, or words out of order.
-    """
-    name, equals, rest = text.partition("=")
-    if not equals or not _NAME.fullmatch(name.strip()):
-        raise ValueError(f"arm {text!r}: expected NAME=MODEL [vllm serve flags]")
-    words = shlex.split(rest)
-    environment = []
-    while words and re.match(r"[A-Z][A-Z0-9_]*=", words[0]):
-        variable, _, value = words.pop(0).partition("=")
-        environment.append((variable, value))
-    if not words or words[0].startswith("-"):
-        raise ValueError(f"arm {text!r}: names no model; expected NAME=MODEL [vllm serve flags]")
-    return Arm(name.strip(), words[0], tuple(words[1:]), tuple(environment))
-
-
-def check_model(model: str) -> None:
-    """Refuse a model that is neither a folder nor could be a hub name (``owner/name``).
-
-    Raises:
-        ValueError: it names the model.
-    """
-    local = model.startswith((".", "/", "~")) or model.count("/") != 1
-    if not Path(model).is_dir() and local:
-        raise ValueError(f"model {model}: no such folder")
-
-
-def parse_lengths(text: str) -> Lengths:
-    """Read ``INPUT:OUTPUT`` tokens, or ``INPUT:OUTPUT@N,NxP`` with concurrencies of their own.
-
-    Raises:
-        ValueError: a number is missing, or below 1.
-    """
-    match = re.fullmatch(r"(\d+):(\d+)(?:@(\d+(?:x\d+)?(?:,\d+(?:x\d+)?)*))?", text)
-    if not match or not all(int(number) for number in re.findall(r"\d+", text)):
-        raise ValueError(
-            f"lengths {text!r}: expected INPUT:OUTPUT, such as 1024:128, or with concurrent "
-            "requests and their number in all, such as 4096:16@1,4 or 1024:1024@256x512"
-        )
-    pairs = [each.partition("x") for each in match[3].split(",")] if match[3] else []
-    concurrency = tuple(int(number) for number, _, _ in pairs)
-    prompts = tuple(int(total or _default_prompts(int(number))) for number, _, total in pairs)
-    return Lengths(int(match[1]), int(match[2]), concurrency, prompts)
-
-
-def _default_prompts(concurrency: int) -> int:
-    return max(8, 4 * concurrency)
-
-
-def make_grid(
-    lengths: Sequence[Lengths], concurrency: Sequence[int], num_prompts: Sequence[int]
-) -> list[Cell]:
-    """Cells for every pair of lengths and concurrency.
-
-    Args:
-        lengths: input and output tokens.
-        concurrency: numbers of concurrent requests, for lengths that have none of their own.
-        num_prompts: requests a cell: one number per concurrency, one for all, or none for
-            four times the concurrency and at least 8.
-
-    Raises:
-        ValueError: ``num_prompts`` fits neither way, or something is listed twice.
-    """
-    listed = [("concurrency", concurrency), ("lengths", lengths)]
-    listed += [(f"lengths {n.inputs}:{n.outputs}", n.concurrency) for n in lengths]
-    for name, values in listed:
-        if len(set(values)) != len(values):
-            raise ValueError(f"{name} {list(values)}: expected each value once")
-    if not num_prompts:
-        num_prompts = [_default_prompts(number) for number in concurrency]
-    elif len(num_prompts) == 1:
-        num_prompts = list(num_prompts) * len(concurrency)
-    if len(num_prompts) != len(concurrency):
-        raise ValueError(
-            f"num-prompts {list(num_prompts)}: expected one number, or one per concurrency "
-            f"({len(concurrency)})"
-        )
-    common = list(zip(concurrency, num_prompts))
-    return [
-        Cell(number, each.inputs, each.outputs, prompts)
-        for each in lengths
-        for number, prompts in list(zip(each.concurrency, each.prompts)) or common
-    ]
 
 
 @dataclass

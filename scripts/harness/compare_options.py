@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import compare
 from harness.arguments import positive
+from harness.arms import parse_arm
+from harness.compare import QUESTION
+from harness.grid import Lengths, parse_lengths
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -27,7 +29,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         "--arm",
         action="append",
         default=[],
-        type=argument(compare.parse_arm),
+        type=argument(parse_arm),
         metavar="ARM",
         help='"NAME=[VAR=VALUE ...] MODEL [flags]"; repeat it',
     )
@@ -52,9 +54,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--lengths",
-        type=argument(compare.parse_lengths),
+        type=argument(parse_lengths),
         nargs="+",
-        default=[compare.Lengths(128, 128)],
+        default=[Lengths(128, 128)],
         metavar="IN:OUT[@N[xP],...]",
         help="tokens in and out of a request (default: 128:128); @ gives them concurrencies of "
         "their own, such as 4096:16@1,4, and P requests in all (default: 4 x N, >= 8)",
@@ -70,8 +72,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add(
         "--question",
         nargs="+",
-        default=[compare.QUESTION],
-        help=f"asked of every server once (default: {compare.QUESTION})",
+        default=[QUESTION],
+        help=f"asked of every server once (default: {QUESTION})",
     )
     add("--rounds", type=positive, default=2, help="times every arm is served (default: 2)")
     add("--repeats", type=positive, default=1, help="runs of the grid per round (default: 1)")

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from harness import processes
-from harness.compare import CPU_ENVIRONMENT, Arm
+from harness.arms import CPU_ENVIRONMENT, Arm
 from harness.decode_limits import kv_bytes, load_config
 from oss_fused.errors import ServerError
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from harness import processes
-from harness.compare import CPU_ENVIRONMENT, Arm
+from harness.arms import CPU_ENVIRONMENT, Arm
 from harness.needle import ANSWER_TOKENS, retrieval
 from oss_fused.environment import version
 from oss_fused.errors import ServerError

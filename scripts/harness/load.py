@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from harness import processes
+from harness.grid import Cell
 from harness.server import Server
 from oss_fused.errors import ServerError
 
@@ -25,21 +25,6 @@ _KEPT = ("completed", "failed", "duration", "total_input_tokens", "total_output_
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = ("50", "95", "99")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One point of the grid: concurrent requests, tokens in and out of each, number of requests."""
-
-    concurrency: int
-    input_len: int
-    output_len: int
-    num_prompts: int
-
-    @property
-    def key(self) -> str:
-        """Short name, such as ``c32 1024:128``."""
-        return f"c{self.concurrency} {self.input_len}:{self.output_len}"
 
 
 def parse_result(raw: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.processes import Terminated
 from harness.server import VLLM_SERVE, Server
 from harness.soak_requests import KINDS, Target, greedy

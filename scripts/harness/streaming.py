@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from harness import processes
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.server import VLLM_SERVE, Server
 from oss_fused.environment import has_gpu
 from oss_fused.errors import ServerError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.server import Server
 
 from tests.plugin.conftest import build, calibrate

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 from harness import processes
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.server import VLLM_SERVE
 
 from oss_fused.environment import has_gpu

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.arguments import writable
-from harness.compare import CPU_ENVIRONMENT
+from harness.arms import CPU_ENVIRONMENT
 from harness.server import free_port
 
 from oss_fused.environment import fingerprint, has_gpu

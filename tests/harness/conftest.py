@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness.compare import Arm, Comparison, Lengths, make_grid
+from harness.arms import Arm
+from harness.compare import Comparison
+from harness.grid import Lengths, make_grid
 
 HERE = Path(__file__).parent
 FAKE_SERVE = (sys.executable, str(HERE / "fake_server.py"), "serve")

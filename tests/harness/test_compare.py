@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from harness import summary
-from harness.compare import Arm, Comparison, Lengths, make_grid, parse_arm, parse_lengths, run
+from harness.arms import Arm, parse_arm
+from harness.compare import Comparison, run
+from harness.grid import Lengths, make_grid, parse_lengths
 from harness.load import LoadClient
 
 from oss_fused.errors import ServerError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import decode, decode_figures, decode_profile
-from harness.compare import Arm
+from harness.arms import Arm
 from harness.decode_limits import kv_bytes, step_bytes
 
 from oss_fused.errors import ServerError

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import vllm_logprobs
-from harness.compare import Arm
+from harness.arms import Arm
 from harness.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
 from harness.needle import build_prompt, found, make_needles
 from harness.vllm_logprobs import split, window_logprobs

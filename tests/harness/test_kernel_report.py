@@ -117,8 +117,10 @@ def test_missing_library_is_named(tmp_path):
         (["--from-json", "/no/such.json", "--output", "x"], "--from-json /no/such.json"),
     ],
 )
-def test_bad_input(arguments, message):
-    result = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+def test_bad_input(arguments, message, tmp_path):
+    command = [sys.executable, SCRIPT, *arguments]
+    # the folder of --output is made before other arguments are looked at
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2 and message in result.stderr
 
 

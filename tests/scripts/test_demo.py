@@ -11,7 +11,7 @@ from typing import Any
 
 import demo
 import pytest
-from harness import compare
+from harness.arms import parse_arm
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_comparison_asks_all_questions_of_both() -> None:
     *_, (_, command, _) = steps(gpu=False)
     at = command.index("--question")
     assert tuple(command[at + 1 : at + 1 + len(demo.QUESTIONS)]) == demo.QUESTIONS
-    arms = [compare.parse_arm(command[i + 1]) for i, word in enumerate(command) if word == "--arm"]
+    arms = [parse_arm(command[i + 1]) for i, word in enumerate(command) if word == "--arm"]
     assert [arm.name for arm in arms] == ["bf16", "oss_fp8"]
 
 
@@ -74,7 +74,7 @@ def test_a_gpu_compares_the_shape_of_gpt_oss_too() -> None:
     assert small == [command for _, command, _ in steps(gpu=True, no_gpt_oss=True)]
     assert made[made.index("--output") + 1] == "m/gpt-oss-20b-shape"
     arms = [compared[i + 1] for i, word in enumerate(compared) if word == "--arm"]
-    stock, ours = map(compare.parse_arm, arms)
+    stock, ours = map(parse_arm, arms)
     # without the plugin, which would change nothing of it but could
     assert dict(stock.environment) == {"VLLM_PLUGINS": ""} and not stock.flags
     assert stock.model == ours.model == "m/gpt-oss-20b-shape"
