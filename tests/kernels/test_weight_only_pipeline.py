@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from oss_fused.kernels import tiles
+from oss_fused.kernels.weight_only import pipeline as pipeline_module
 from oss_fused.kernels.weight_only.gemv import MAX_ROWS
 from oss_fused.kernels.weight_only.parts import add_parts
 from oss_fused.kernels.weight_only.triton import kernels
@@ -81,6 +82,31 @@ def pipeline(device):
     if found is None:
         pytest.skip("needs Hopper and a Triton with Gluon")
     return found
+
+
+_IN_TURN = [
+    {"block_m": m, "block_k": k, "consumers": consumers, "depth": depth, "ctas": ctas}
+    for m, k, consumers, depth, ctas in (*tiles._MIXED, (64, 128, 3, 3, 1), (128, 64, 3, 3, 1))
+    if depth > 1
+]
+
+
+@pytest.mark.parametrize("options", _IN_TURN)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_consumers_in_turn_keep_their_slots(options, splits, monkeypatch):
+    """A consumer that meets another's slot may take the lap before its own for its own."""
+    launched = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launched.update(kwargs)
+
+    monkeypatch.setattr(pipeline_module, "_mixed_pipeline_kernel", Kernel())
+    monkeypatch.setattr(pipeline_module, "add_parts", lambda *_: None)
+    x, weight, scale, bias = operands(3, 64, 2048, torch.device("cpu"))
+    out = torch.empty(3, 64, dtype=BF16)
+    pipeline_module.product_pipeline(x, weight, scale, bias, out, **options, splits=splits)
+    assert launched["STAGES"] > options["depth"] and launched["STAGES"] % options["depth"] == 0
 
 
 @pytest.mark.gpu
