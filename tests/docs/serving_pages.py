@@ -134,7 +134,19 @@ def _longer() -> Passages:
     llama = [x for theirs, own in _pairs("llama_8b", "p50_ttft_ms", 4096) for x in (own, theirs)]
     prompts = _pairs("served_gpt_oss_20b", "p50_ttft_ms", 4096)
     rates = _pairs("served_gpt_oss_20b", "output_throughput", 128)
+    run = load("h200/served_gpt_oss_20b/results.json")
+    (many,) = (cell["arms"] for cell in run["cells"] if cell["concurrency"] == 128)
+    compiled = [
+        many["triton"]["figures"]["p50_ttft_ms"],
+        # the grid's fourth load
+        run["arms"]["triton"]["warmups"][3][0],
+    ]
     return [
+        ("first tokens took {:.0f} ms, in the warm-up {:.0f}", compiled),
+        (
+            "times per token is {:.2f} there",
+            [many["oss_fp8"]["ratios"]["p50_tpot_ms"]["median"]],
+        ),
         (
             "after {:.1f} ms at one request (vLLM's FP8 {:.1f}) and {:.1f} ms at four ({:.1f})",
             llama,
