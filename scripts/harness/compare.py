@@ -192,6 +192,8 @@ def _measure_group(
         cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
         for server, core in zip(servers, cores):
             server.share_core(core)
+    # name of a server and place of a load -> time to first token of the last warm-up, ms
+    warm: dict[tuple[str, int], float] = {}
     for repeat in range(plan.repeats):
         for position, cell in enumerate(plan.grid):
             # the same prompts for all arms; other ones for every measurement
@@ -200,10 +202,14 @@ def _measure_group(
                 for server in servers:
                     seen = _warm_up(plan, client, server, cell, seed)
                     results["arms"][server.name].setdefault("warmups", []).append(seen)
+                    if seen:
+                        warm[server.name, position] = seen[-1]
             # alternate which arm goes first
             for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
                 measured = _put_load(plan, client, server, cell, seed)
-                results["measurements"].append({"round": number, "repeat": repeat, **measured})
+                first = warm.get((server.name, position))
+                at = {"round": number, "repeat": repeat, "warm_up_ttft_ms": first}
+                results["measurements"].append(at | measured)
                 keep(results)
     for server in servers:
         streamed = plan.stream(server) if plan.stream else None

@@ -11,7 +11,7 @@ from typing import Any
 from harness.folder import atomic_folder
 from harness.quality_report import add_quality
 from harness.streaming import KINDS
-from harness.summary import split
+from harness.summary import is_steady, split
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
 from oss_fused.environment import describe, portable
@@ -20,8 +20,9 @@ from oss_fused.files import write_json
 _TPOT, _TTFT, _RATE = "p50_tpot_ms", "p50_ttft_ms", "output_throughput"
 _UNSTEADY = (
     "Not steady: the median time to first token differs by more than 30 % between runs of the same "
-    "load. Kernels may have been compiled while requests waited. Such a time, and the throughput "
-    "of the same load, say nothing about a warm server."
+    "load, or is so far above the last warm-up's. Kernels may have been compiled while requests "
+    "waited. Such a time, and the throughput of the same load, say nothing about a warm server. "
+    "Where a baseline is not steady, another may be the best one for that alone."
 )
 FILES = ("results.json", "report.md", "report.html", "server-logs.txt")
 _BUSY = "Each engine process shared a core with a busy loop. "
@@ -112,8 +113,7 @@ def _spread(ratio: Mapping[str, float] | None) -> str:
 def _told(cell: Mapping[str, Any], name: str, figure: str) -> str:
     """The ratio of a figure that compilations would distort; "not steady" if an arm was not."""
     ratio = cell["arms"][name]["ratios"].get(figure)
-    steady = all(cell["arms"][arm]["steady"] for arm in (name, cell["baselines"][figure]))
-    return _spread(ratio) if steady or not ratio else "not steady"
+    return _spread(ratio) if is_steady(cell, name) or not ratio else "not steady"
 
 
 def _ordered(cell: Mapping[str, Any], baselines: Sequence[str]) -> list[tuple[str, Any]]:
@@ -138,10 +138,8 @@ def _verdict(report: Report, results: Mapping[str, Any]) -> None:
         for label, figure in (("time per output token", _TPOT), ("time to first token", _TTFT)):
             parts = []
             for cell in results["cells"]:
-                strongest = cell["baselines"][figure]
-                steady = all(cell["arms"][arm]["steady"] for arm in (name, strongest))
                 ratio = cell["arms"][name]["ratios"][figure]["median"]
-                told = figure == _TPOT or steady
+                told = figure == _TPOT or is_steady(cell, name)
                 parts.append(f"**{ratio:.2f}x**" if told else "not steady")
                 parts[-1] += f" for {_load(cell)}"
             lines.append(f"{name}, {label}: {', '.join(parts)}")

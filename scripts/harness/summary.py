@@ -51,15 +51,19 @@ def condense(
     Returns:
         Per load: "concurrency", "input_len", "output_len", "num_prompts", "baselines" (figure ->
         the best baseline's name) and "arms": name -> {"figures": medians, "steady": whether the
-        runs' times to first token agree, "ratios": figure -> {"median", "min", "max", "values"},
-        above 1 where the arm is better; none for baselines}.
+        runs' times to first token agree, and none is far above the last warm-up's, "ratios":
+        figure -> {"median", "min", "max", "values"}, above 1 where the arm is better; none for
+        baselines}.
     """
     baselines = list(baselines) or [arms[0]]
     loads: dict[tuple[int, int, int, int], dict[str, dict[tuple[int, int], Any]]] = {}
+    warm: dict[tuple[Any, ...], list[float]] = {}
     for row in split(measurements, len(arms))[0]:
         key = (row["concurrency"], row["input_len"], row["output_len"], row["num_prompts"])
         runs = loads.setdefault(key, {}).setdefault(row["arm"], {})
         runs[row["round"], row["repeat"]] = row["figures"]
+        # results of older runs lack it
+        warm.setdefault((key, row["arm"]), []).extend(filter(None, [row.get("warm_up_ttft_ms")]))
     cells = []
     for key, by_arm in loads.items():
         names = ("concurrency", "input_len", "output_len", "num_prompts")
@@ -73,10 +77,18 @@ def condense(
                 ratio = _ratio(figure, by_arm[name], by_arm[baseline])
                 if ratio:
                     ratios[figure] = ratio
-            steady = max(first) <= STEADY * min(first)
+            steady = max(first) <= STEADY * min(first + warm[key, name])
             cell["arms"][name] = {"figures": medians[name], "steady": steady, "ratios": ratios}
         cells.append(cell)
     return cells
+
+
+def is_steady(cell: Mapping[str, Any], name: str) -> bool:
+    """Whether an arm and every baseline that is best in some figure are steady.
+
+    An unsteady baseline may be the best one once it is warm, so no ratio to another is known.
+    """
+    return all(cell["arms"][arm]["steady"] for arm in {name, *cell["baselines"].values()})
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -115,7 +127,7 @@ def named_ratios(
     """Ratios under flat names: ``<prefix>.tpot_<key><concurrency>``, ``ttft_...``, and throughput.
 
     Loads of other lengths than the first get ``_<input>x<output>`` appended. Where the runs of the
-    candidate or of its baseline are not steady, only the time per output token has a ratio.
+    candidate or of a best baseline are not steady, only the time per output token has a ratio.
     ``<prefix>.ttft_ratio_min`` is the lowest ratio of the first token among the named ones.
 
     Args:
@@ -133,8 +145,8 @@ def named_ratios(
         arm = cell["arms"][candidate]
         figures = {"tpot_": "p50_tpot_ms", "ttft_": "p50_ttft_ms", "": "output_throughput"}
         for kind, figure in figures.items():
-            steady = arm["steady"] and cell["arms"][cell["baselines"][figure]]["steady"]
-            if figure in arm["ratios"] and (steady or figure == "p50_tpot_ms"):
+            steady = is_steady(cell, candidate) or figure == "p50_tpot_ms"
+            if figure in arm["ratios"] and steady:
                 ratio = round(arm["ratios"][figure]["median"], 4)
                 named[f"{prefix}.{kind}{key}{cell['concurrency']}{suffix}"] = ratio
         if rate:

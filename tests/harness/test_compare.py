@@ -123,6 +123,7 @@ def test_a_load_warms_up_until_its_first_token_is_steady(
     first, second = results["arms"]["slow"]["warmups"]
     assert (first, second) == ([1400.0, 900.0, 100.0, 95.0], [50.0, 50.0])
     assert [row["figures"]["p50_ttft_ms"] for row in results["measurements"]] == [50.0] * 4
+    assert [row["warm_up_ttft_ms"] for row in results["measurements"]] == [95.0, 50.0] * 2
     assert len(set(seeds)) == len(seeds) == 4 + 2 + 4, "prompts of their own for every run"
 
 

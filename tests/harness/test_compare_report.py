@@ -93,6 +93,26 @@ def test_condense_pairs_runs_and_keeps_the_spread() -> None:
     assert eight["arms"]["b"]["ratios"]["output_throughput"]["median"] == 0.5
 
 
+def test_a_run_far_above_its_warm_up_is_not_steady() -> None:
+    measured = [timed(arm, 0, 4.0, 10.0) for arm in "abc"]
+    for row, warm in zip(measured, (7.0, 8.0, None)):
+        row["warm_up_ttft_ms"] = warm
+    (cell,) = summary.condense(measured, ["a", "b", "c"], ["a", "b"])
+    assert [cell["arms"][name]["steady"] for name in "abc"] == [False, True, True]
+    # a warm-up compiles: it may be slower
+    measured[0]["warm_up_ttft_ms"] = 900.0
+    (cell,) = summary.condense(measured, ["a", "b", "c"], ["a", "b"])
+    assert cell["arms"]["a"]["steady"]
+
+
+def test_an_unsteady_baseline_may_be_the_best_one_once_it_is_warm() -> None:
+    measured = [timed("a", 0, 3.0, 90.0), timed("b", 0, 4.0, 20.0), timed("c", 0, 1.5, 10.0)]
+    measured[0]["warm_up_ttft_ms"] = 15.0
+    (cell,) = summary.condense(measured, ["a", "b", "c"], ["a", "b"])
+    assert cell["baselines"]["p50_ttft_ms"] == "b" and cell["arms"]["b"]["steady"]
+    assert summary.named_ratios([cell], "c", "x") == {"x.tpot_ratio_c1": 2.0}
+
+
 def timed(arm: str, number: int, tpot: float, ttft: float) -> dict[str, Any]:
     (row,) = rows((arm, number, 1, 10.0))
     row["figures"] |= {"p50_tpot_ms": tpot, "p50_ttft_ms": ttft}
