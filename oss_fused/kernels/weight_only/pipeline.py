@@ -370,8 +370,8 @@ def product_pipeline(
         out_desc = descriptor(out, chunk, _ROWS)
         free -= groups * buffers * chunk * _ROWS * 2
     stages = min(free // ((_ROWS * groups + 2 * block_m) * block_k), 12)
-    # a slot is always the same consumer's: who has not seen its last block arrive cannot tell the
-    # phase behind that block's from the one before it
+    # a slot always belongs to one consumer: a barrier's parity repeats after two laps of the ring,
+    # so who waits at it must have waited there in the lap before
     stages -= stages % depth
     _mixed_pipeline_kernel[(min(tiles, ctas * multiprocessors(x.device)),)](
         descriptor(w, _ROWS, block_k),
