@@ -13,6 +13,7 @@ _MOE = f"{_LAYERS}.fused_moe"
 _QUANT = f"{_LAYERS}.quantization"
 _LOADER = "vllm.model_executor.model_loader"
 _WORKER = "vllm.v1.worker.gpu"
+_PARAMETER = "vllm.model_executor.parameter"
 _OSS = "oss_fused.layers.vllm"
 _AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 
@@ -83,13 +84,9 @@ CALLED = {
     f"{_MODELS}.qwen3:Qwen3ForCausalLM": "vllm_config=0, prefix=0",
     f"{_MODELS}.registry:_ModelRegistry.register_model": "architecture, model_class",
     f"{_MODELS}.utils:is_pp_missing_parameter": "name, model",
-    "vllm.model_executor.parameter:ChannelQuantScaleParameter": (
-        "data=0, output_dim=0, weight_loader=0"
-    ),
-    "vllm.model_executor.parameter:ModelWeightParameter": (
-        "data=0, input_dim=0, output_dim=0, weight_loader=0"
-    ),
-    "vllm.model_executor.parameter:PerTensorScaleParameter": "data=0, weight_loader=0",
+    f"{_PARAMETER}:ChannelQuantScaleParameter": "data=0, output_dim=0, weight_loader=0",
+    f"{_PARAMETER}:ModelWeightParameter": "data=0, input_dim=0, output_dim=0, weight_loader=0",
+    f"{_PARAMETER}:PerTensorScaleParameter": "data=0, weight_loader=0",
     "vllm.model_executor.utils:replace_parameter": "layer, name, tensor",
     "vllm.model_executor.utils:set_weight_attrs": "weight, attributes",
     "vllm.transformers_utils.repo_utils:get_hf_file_to_dict": "file_name, model, revision",
@@ -382,10 +379,13 @@ READ = {
     f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "capture dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
         "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "
-        "num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"
+        "logits_indices num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"
     ),
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
+    ),
+    f"{_WORKER}.sample.prompt_logprob:PromptLogprobsWorker": (
+        "in_progress_prompt_logprobs token_id_scores"
     ),
     f"{_WORKER}.sample.sampler:Sampler": (
         "compute_nans needs_logits_processing return_sampling_mask sampling_states "

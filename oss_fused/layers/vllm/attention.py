@@ -44,6 +44,8 @@ class OssAttentionImpl(FlashAttentionImpl):
     max_queries: int = 1
     # rotary embedding and cache write as one kernel, where rope_attention.py set it up
     rope: Any = None
+    # of the last decoder layer: which tokens of a step it finishes (last_block.py)
+    last: Any = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile the kernel for every number of splits, so that no request waits for it."""
@@ -89,17 +91,39 @@ class OssAttentionImpl(FlashAttentionImpl):
             )
         rows = attn_metadata.num_actual_tokens
         several = attn_metadata.max_query_len > 1
+        self.decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
+        return output
+
+    def decode(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        several: bool = False,
+    ) -> None:
+        """Attention of each sequence's last token, or with ``several`` of its last tokens.
+
+        Args:
+            layer: vLLM's attention layer.
+            query: [rows, heads, head_dim], in the order of the sequences.
+            kv_cache: of the layer, with this step's keys and values.
+            attn_metadata: of the step; the lengths include the queries.
+            output: [rows, heads, head_dim].
+            several: up to max_queries tokens of a sequence.
+        """
         quantised = is_quantized_kv_cache(self.kv_cache_dtype)
         if quantised:
             kv_cache = kv_cache.view(FP8)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         torch.ops.oss_fused.decode_attention(
-            query[:rows],
+            query,
             keys,
             values,
             attn_metadata.block_table,
             attn_metadata.seq_lens,
-            output[:rows],
+            output,
             self.arrivals,
             self.scale,
             self.sliding_window[0] + 1,
@@ -113,7 +137,6 @@ class OssAttentionImpl(FlashAttentionImpl):
             # not the batch's own number: every other one is another kernel to compile
             self.max_queries if several else 1,
         )
-        return output
 
 
 def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
