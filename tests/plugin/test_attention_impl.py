@@ -209,6 +209,62 @@ def test_other_batches_are_flash_attentions(changes, options, monkeypatch):
     assert output.eq(0).all()
 
 
+# so many tokens of a prompt each, the last of the sequences' positions
+_PROMPTS = (30, 1, 17)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("window", [1, 20])
+def test_prompts_in_a_short_window(window, fp8, monkeypatch):
+    """A prompt from its first token, one behind a cached part, a sequence that decodes."""
+    (layer,) = adopted(implementation(window, fp8, sinks=True))
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *args, **kw: pytest.fail("flash"))
+    rows = sum(_PROMPTS)
+    query, cache = inputs(fp8, rows + 1)
+    starts = torch.tensor((0, *_PROMPTS)).cumsum(0).int()
+    told = metadata(
+        max_query_len=30,
+        num_actual_tokens=rows,
+        query_start_loc=starts,
+        seq_lens=torch.tensor((30, 33, 48), dtype=torch.int32),
+    )
+    output = torch.full((rows + 1, HEADS, SIZE), 7.0, dtype=torch.bfloat16)
+    layer.impl.forward(layer, query, None, None, cache, told, output)
+    lengths = [*range(1, 31), 33, *range(32, 49)]
+    table = told.block_table.repeat_interleave(torch.tensor(_PROMPTS), 0)
+    want = expected(query[:rows], cache, table, window, fp8, layer.impl.sinks, lengths)
+    torch.testing.assert_close(output[:rows], want, rtol=2**-7, atol=2**-7)
+    assert output[rows:].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens"), [(None, 48), (257, 48), (20, 47)], ids=["none", "long", "short prompts"]
+)
+def test_prompts_that_flash_attention_keeps(window, tokens, monkeypatch):
+    (layer,) = adopted(implementation(window))
+    seen = []
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *args, **kw: seen.append(args))
+    query, cache = inputs(False, tokens)
+    told = metadata(max_query_len=40, num_actual_tokens=tokens)
+    layer.impl.forward(layer, query, query, query, cache, told, torch.empty_like(query))
+    assert len(seen) == 1
+
+
+def test_warm_up_compiles_a_short_window(monkeypatch):
+    layers = adopted(implementation(20), implementation(), implementation(257), rows=1)
+    seen = []
+    run = torch.ops.oss_fused.window_attention
+    monkeypatch.setattr(
+        torch.ops.oss_fused,
+        "window_attention",
+        lambda *arguments: (seen.append(arguments[8]), run(*arguments)),
+    )
+    monkeypatch.setattr(attention, "_warm", set())
+    for layer in layers:
+        attention._warm_up(layer.impl, torch.bfloat16)
+    assert seen == [20]
+
+
 def test_scratch_holds_the_largest_step():
     """One buffer for layers alike; as many rows as a step may have."""
     layers = adopted(implementation(), implementation(20), rows=ROWS)

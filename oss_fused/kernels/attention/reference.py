@@ -51,5 +51,26 @@ def decode_attention(
             out[row] = result.to(out.dtype)
 
 
+def window_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    out: torch.Tensor,
+    softmax_scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Softmax attention of prompts into ``out``; see kernels/attention for the contract."""
+    cache = (query, key_cache, value_cache, block_table, seq_lens, out, seq_lens)
+    scales = (q_scale, k_scale, v_scale, False)
+    decode_attention(*cache, softmax_scale, window, sinks, *scales, query_starts, query.shape[0])
+
+
 def _value(scale: torch.Tensor | None) -> float:
     return 1.0 if scale is None else float(scale)

@@ -52,7 +52,7 @@ _WARP_SUMS = 16 * 128
 _OTHER_BYTES = 32 * 1024
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """A tensor [T, Hq, D] with unit stride along D, as one kernel argument."""
 
     data: Any
@@ -96,13 +96,13 @@ def _span(position, tokens, min_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _head_pointers(tensor, rows, heads, columns):
+def head_pointers(tensor, rows, heads, columns):
     offsets = rows * tensor.row_stride + heads * tensor.head_stride
     return tensor.data + (offsets[:, None] + columns[None])
 
 
 @triton.jit
-def _logit_scale(softmax_scale, scales):
+def logit_scale(softmax_scale, scales):
     """What the products of codes are multiplied with; logits are powers of two."""
     scale = softmax_scale * _LOG2E
     if scales.q is not None:
@@ -148,7 +148,7 @@ def _finish(
     heads, rows = head * GROUP + lanes % GROUP, row + lanes // GROUP
     result = _normalize(best, total, acc, sinks, heads, in_group, v_scale)
     mask = in_group[:, None] & (columns < HEAD_DIM)[None, :]
-    pointers = _head_pointers(out, rows, heads, columns)
+    pointers = head_pointers(out, rows, heads, columns)
     tl.store(pointers, round_to(result, pointers.dtype.element_ty), mask=mask)
 
 
@@ -201,9 +201,9 @@ def _decode_attention_kernel(
         start_next()
     wait_for_inputs()
     mask_q = in_group[:, None] & (columns < HEAD_DIM)[None, :]
-    scale = _logit_scale(softmax_scale, scales)
+    scale = logit_scale(softmax_scale, scales)
     best, total, acc = attend(
-        _head_pointers(query, rows, heads, columns),
+        head_pointers(query, rows, heads, columns),
         mask_q,
         keys,
         values,
@@ -245,7 +245,7 @@ def _decode_attention_kernel(
             )
 
 
-def _dot_dtype(query: torch.Tensor, out: torch.Tensor) -> tl.dtype:
+def dot_dtype(query: torch.Tensor, out: torch.Tensor) -> tl.dtype:
     # the interpreter multiplies bf16 tiles as if they were integers
     if INTERPRETED.value:
         return tl.float32
@@ -313,13 +313,13 @@ def decode_attention(
     tile_bytes = 2 * launch.block_n * block_d * key_cache.element_size()
     grid = (sequences * chunks, heads, launch.splits)
     _decode_attention_kernel[grid](
-        _Rows(query, query.stride(0), query.stride(1)),
+        Rows(query, query.stride(0), query.stride(1)),
         paged_cache(key_cache, constant=True),
         paged_cache(value_cache, constant=True),
         block_table,
         seq_lens,
         query_starts,
-        _Rows(out, out.stride(0), out.stride(1)),
+        Rows(out, out.stride(0), out.stride(1)),
         _scratch(arrivals, grid, in_tile, block_d),
         sinks,
         Heads(q_scale, k_scale, v_scale),
@@ -342,7 +342,7 @@ def decode_attention(
         RUN=positions_in_a_page(window, key_cache.shape[1], launch.block_n // warps),
         SINGLE=single,
         PAIRS=_has_pairs(value_cache),
-        DTYPE=_dot_dtype(query, out),
+        DTYPE=dot_dtype(query, out),
         PREFETCH=prefetch_table,
         num_warps=launch.warps,
         num_stages=_stages(launch.stages, tile_bytes, query.device),

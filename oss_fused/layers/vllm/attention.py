@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Attention of decode batches in the native kernel, of all other batches in FlashAttention.
+"""Attention in native kernels: decode batches, and prompts in layers with a short window.
 
 A decode batch has one token per sequence, or up to 1 + d where a step verifies d drafts. It runs
 ``torch.ops.oss_fused.decode_attention``: one launch, where FlashAttention 3 takes three at short
-context. Prefill and mixed batches run FlashAttention, and so does what the kernel lacks: soft cap,
-ALiBi, context parallelism, prefix-LM masks. Metadata, cache layout and cache writes are vLLM's in
-both cases, so each batch can choose.
+context. Prompts run ``window_attention`` where a layer's window is short. Other batches run
+FlashAttention, and so does what the kernels lack: soft cap, ALiBi, context parallelism, prefix-LM
+masks. Metadata, cache layout and cache writes are vLLM's in all cases, so each batch can choose.
 The option attention_kernels="vllm" turns the native kernel off.
 """
 
@@ -24,11 +24,14 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.attention import MOST_WINDOW
 from oss_fused.layers.vllm.warmup import when_ready
 
 FP8 = torch.float8_e4m3fn
 # tokens of one sequence in a decode batch; steps that verify more drafts run FlashAttention
 MOST_QUERIES = 8
+# tokens of each sequence, on average, from which on window_attention runs a step
+_PROMPT_TOKENS = 16
 
 logger = init_logger(__name__)
 
@@ -69,16 +72,22 @@ class OssAttentionImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention into ``output``; arguments as in FlashAttentionImpl.forward."""
-        if (
-            attn_metadata is None
-            or attn_metadata.max_query_len > self.max_queries
-            or attn_metadata.causal is not True
-            or attn_metadata.rswa_prefix_lens is not None
-            or attn_metadata.mm_prefix_query_range_tensor is not None
-            or output_scale is not None
-            or output_block_scale is not None
-        ):
-            return super().forward(
+        native = (
+            attn_metadata is not None
+            and attn_metadata.causal is True
+            and attn_metadata.rswa_prefix_lens is None
+            and attn_metadata.mm_prefix_query_range_tensor is None
+            and output_scale is None
+            and output_block_scale is None
+        )
+        if native and attn_metadata.max_query_len <= self.max_queries:
+            rows = attn_metadata.num_actual_tokens
+            several = attn_metadata.max_query_len > 1
+            self.decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
+        elif native and self.is_short_window(attn_metadata):
+            self.attend_window(layer, query, kv_cache, attn_metadata, output)
+        else:
+            super().forward(
                 layer,
                 query,
                 key,
@@ -89,10 +98,53 @@ class OssAttentionImpl(FlashAttentionImpl):
                 output_scale=output_scale,
                 output_block_scale=output_block_scale,
             )
-        rows = attn_metadata.num_actual_tokens
-        several = attn_metadata.max_query_len > 1
-        self.decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
         return output
+
+    def is_short_window(self, attn_metadata: FlashAttentionMetadata) -> bool:
+        """Whether window_attention runs a step with prompts, of which each has programs of its own.
+
+        A graph of a mixed batch is recorded for as many sequences as it may have.
+        """
+        least = _PROMPT_TOKENS * attn_metadata.seq_lens.shape[0]
+        short = 0 < self.sliding_window[0] + 1 <= MOST_WINDOW
+        return short and attn_metadata.num_actual_tokens >= least
+
+    def attend_window(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of a step with prompts whose queries see a short window; as ``decode``."""
+        rows = attn_metadata.num_actual_tokens
+        keys, values, scales = self._cache(layer, query, kv_cache)
+        torch.ops.oss_fused.window_attention(
+            query[:rows],
+            keys,
+            values,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            attn_metadata.query_start_loc,
+            output[:rows],
+            self.scale,
+            self.sliding_window[0] + 1,
+            self.sinks,
+            *scales,
+        )
+
+    def _cache(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Keys, values [pages, positions, heads, D] and the scales of query, keys and values."""
+        quantised = is_quantized_kv_cache(self.kv_cache_dtype)
+        if quantised:
+            kv_cache = kv_cache.view(FP8)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        q_scale = layer._q_scale if query.dtype == FP8 else None
+        k_scale, v_scale = (layer._k_scale, layer._v_scale) if quantised else (None, None)
+        return keys, values, (q_scale, k_scale, v_scale)
 
     def decode(
         self,
@@ -113,10 +165,7 @@ class OssAttentionImpl(FlashAttentionImpl):
             output: [rows, heads, head_dim].
             several: up to max_queries tokens of a sequence.
         """
-        quantised = is_quantized_kv_cache(self.kv_cache_dtype)
-        if quantised:
-            kv_cache = kv_cache.view(FP8)
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        keys, values, scales = self._cache(layer, query, kv_cache)
         torch.ops.oss_fused.decode_attention(
             query,
             keys,
@@ -128,9 +177,7 @@ class OssAttentionImpl(FlashAttentionImpl):
             self.scale,
             self.sliding_window[0] + 1,
             self.sinks,
-            layer._q_scale if query.dtype == FP8 else None,
-            layer._k_scale if quantised else None,
-            layer._v_scale if quantised else None,
+            *scales,
             # table, lengths and starts are made before the step's first kernel
             True,
             attn_metadata.query_start_loc if several else None,
@@ -219,6 +266,14 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
     # named: weights load under the model's default dtype
     one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
+    if 0 < impl.sliding_window[0] + 1 <= MOST_WINDOW:
+        query = torch.zeros(1, heads, size, dtype=cache_dtype, device=device)
+        lens = torch.ones(1, dtype=torch.int32, device=device)
+        torch.ops.oss_fused.window_attention(
+            *(query, keys, values, torch.zeros_like(lens)[None], lens, lens.new_tensor([0, 1])),
+            torch.empty(1, heads, size, dtype=dtype, device=device),
+            *(impl.scale, impl.sliding_window[0] + 1, impl.sinks, one, one, one),
+        )
     rows = 1
     # the number of splits falls with the rows, down to one
     while rows <= min(1024, impl.max_rows):
