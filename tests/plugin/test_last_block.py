@@ -111,6 +111,29 @@ def test_finish_block_has_the_shapes_of_its_fake(layer):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
+class Tail(torch.nn.Module):
+    """What a model's last layer does behind attention, and the final norm."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def forward(self, output, residual):
+        hidden, added = self.last(output * 1.0, residual)
+        return (hidden + added).cos()
+
+
+def test_a_compiled_model_hands_over_and_chooses_at_each_step(layer):
+    output, residual = torch.randn(sum(NEW), HEADS, SIZE), torch.randn(sum(NEW), HIDDEN)
+    compiled = torch.compile(Tail(layer.impl.last), fullgraph=True, backend="aot_eager")
+    whole = compiled(output, residual)
+    compact = torch.cat([output[ROWS], output[: sum(NEW) - len(ROWS)]])
+    layer.impl.last.rows = ROWS
+    some = compiled(compact, residual)
+    assert layer.impl.last.block.seen == [sum(NEW), len(ROWS)]
+    assert torch.allclose(some[ROWS], whole[ROWS], atol=1e-5)
+
+
 def test_takes_rows_of_fp8_queries():
     x = torch.randn(7, 2, 4).to(FP8)
     taken = take_rows(x, torch.tensor([5, 0]))

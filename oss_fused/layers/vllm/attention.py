@@ -106,7 +106,7 @@ class OssAttentionImpl(FlashAttentionImpl):
         A graph of a mixed batch is recorded for as many sequences as it may have.
         """
         least = _PROMPT_TOKENS * attn_metadata.seq_lens.shape[0]
-        short = 0 < self.sliding_window[0] + 1 <= MOST_WINDOW
+        short = 0 < _window_of(self) <= MOST_WINDOW
         return short and attn_metadata.num_actual_tokens >= least
 
     def attend_window(
@@ -129,7 +129,7 @@ class OssAttentionImpl(FlashAttentionImpl):
             attn_metadata.query_start_loc,
             output[:rows],
             self.scale,
-            self.sliding_window[0] + 1,
+            _window_of(self),
             self.sinks,
             *scales,
         )
@@ -175,7 +175,7 @@ class OssAttentionImpl(FlashAttentionImpl):
             output,
             self.arrivals,
             self.scale,
-            self.sliding_window[0] + 1,
+            _window_of(self),
             self.sinks,
             *scales,
             # table, lengths and starts are made before the step's first kernel
@@ -231,6 +231,11 @@ def _queries(vllm_config: VllmConfig) -> int:
     return 1
 
 
+def _window_of(impl: Any) -> int:
+    """Positions that a query sees, itself included; 0 for all."""
+    return int(impl.sliding_window[0]) + 1
+
+
 def _fits(impl: Any) -> bool:
     return (
         type(impl) is FlashAttentionImpl
@@ -266,13 +271,14 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     keys, values = cache.transpose(1, 2).split(size, dim=-1)
     # named: weights load under the model's default dtype
     one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
-    if 0 < impl.sliding_window[0] + 1 <= MOST_WINDOW:
+    window = _window_of(impl)
+    if 0 < window <= MOST_WINDOW:
         query = torch.zeros(1, heads, size, dtype=cache_dtype, device=device)
         lens = torch.ones(1, dtype=torch.int32, device=device)
         torch.ops.oss_fused.window_attention(
             *(query, keys, values, torch.zeros_like(lens)[None], lens, lens.new_tensor([0, 1])),
             torch.empty(1, heads, size, dtype=dtype, device=device),
-            *(impl.scale, impl.sliding_window[0] + 1, impl.sinks, one, one, one),
+            *(impl.scale, window, impl.sinks, one, one, one),
         )
     rows = 1
     # the number of splits falls with the rows, down to one
@@ -288,7 +294,7 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
         for several in batches:
             torch.ops.oss_fused.decode_attention(
                 *(query, keys, values, table, lens, out, impl.arrivals),
-                *(impl.scale, impl.sliding_window[0] + 1, impl.sinks, one, one, one, True),
+                *(impl.scale, window, impl.sinks, one, one, one, True),
                 *several,
             )
         rows *= 2
