@@ -24,9 +24,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.layers.vllm.last_block import LastBlock
-from oss_fused.plugin.drafts import pick_from_own_vocabulary
+from oss_fused.plugin.draft_graphs import draft_in_one_graph
+from oss_fused.plugin.drafts import adopt_head_attention, pick_from_own_vocabulary
 from oss_fused.plugin.options import serving_options
 from oss_fused.plugin.read_rows import reads_last_rows, sampled_rows
+from oss_fused.plugin.rejection import shorten_verification
 from oss_fused.plugin.step_graphs import use_whole_graphs
 from oss_fused.quant.settings import LONGEST_BURST
 
@@ -55,11 +57,14 @@ class BurstRunner(GPUModelRunner):
 
         It also decides which CUDA graphs are recorded (step_graphs.py), before they are.
         """
+        adopt_head_attention(self)
         super().initialize_kv_cache(*args, **options)
         use_whole_graphs(self)
         if reads_last_rows(self):
             self.last_block = self.model.last_block
         pick_from_own_vocabulary(self.speculator)
+        draft_in_one_graph(self)
+        shorten_verification(self)
         self._warm_up()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Greedy drafts of an EAGLE head that knows a part of the vocabulary.
+"""What an EAGLE head gets of this package: decode attention, and drafts of its own vocabulary.
 
-vLLM spreads the head's logits over the served model's vocabulary, three times as large, and looks
-for the largest there: a fill, a scatter and a reduction in every pass of the head. The largest of
-the head's own logits is the same draft. vLLM has that as an option, which saves the gathering of
-logits between tensor-parallel ranks. On one rank it is one launch, ``greedy_tokens``.
+For a greedy draft vLLM spreads the head's logits over the served model's vocabulary, three times
+as large, and looks for the largest there: a fill, a scatter and a reduction in every pass of the
+head. The largest of the head's own logits is the same draft. vLLM has that as an option, which
+saves the gathering of logits between tensor-parallel ranks. On one rank it is one launch,
+``greedy_tokens``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,36 @@ from typing import Any, cast
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import LocalArgmaxMixin
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.layers.vllm.attention import OssAttentionImpl, adopt_attention
+from oss_fused.plugin.options import serving_options
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+def adopt_head_attention(runner: Any) -> None:
+    """Give the attention of an EAGLE head the kernel of the served model, before caches are set up.
+
+    ``runner``: a GPUModelRunner whose models are loaded. The head's weights stay as they are.
+    """
+    config, speculator = runner.vllm_config, runner.speculator
+    if (
+        not isinstance(speculator, EagleSpeculator)
+        or serving_options(config).attention_kernels != "auto"
+    ):
+        return
+    adopt_attention(speculator.model, config)
+    for layer in speculator.model.modules():
+        if isinstance(layer, Attention) and type(layer.impl) is OssAttentionImpl:
+            # loading has done this for the served model's
+            layer.impl.process_weights_after_loading(config.model_config.dtype)
 
 
 def pick_from_own_vocabulary(speculator: Any) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Everything of vLLM that this package depends on.
 
-compat.py compares these lists with the installed vLLM, and CONTRIBUTING.md says how they take a new
-release in. A path is ``package.module:Class.member``, spelled as this package imports it.
+compat.py compares these lists, and that of hooks_read.py, with the installed vLLM, and
+CONTRIBUTING.md says how they take a new release in. A path is ``package.module:Class.member``,
+spelled as this package imports it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ _MODELS = "vllm.model_executor.models"
 _MOE = f"{_LAYERS}.fused_moe"
 _QUANT = f"{_LAYERS}.quantization"
 _LOADER = "vllm.model_executor.model_loader"
+_CORE = "vllm.v1.core"
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+_GPU = "vllm.v1.worker.gpu_worker"
 _WORKER = "vllm.v1.worker.gpu"
 _PARAMETER = "vllm.model_executor.parameter"
+_REJECTION = f"{_WORKER}.spec_decode.rejection_sampler:RejectionSampler"
+_GRAPHS = f"{_WORKER}.cudagraph_utils"
+_EAGLE = f"{_WORKER}.spec_decode.eagle.speculator:EagleSpeculator"
+_AR = f"{_WORKER}.spec_decode.target_dependent_ar.speculator"
 _OSS = "oss_fused.layers.vllm"
 _AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 
@@ -97,24 +105,45 @@ CALLED = {
     "vllm.utils.torch_utils:direct_register_custom_op": (
         "name, function, mutates_args=0, fake_impl=0, target_lib=0"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": (
+    f"{_CORE}.kv_cache_manager:KVCacheManager.allocate_slots": (
         "request, num_new_tokens, num_lookahead_tokens=0"
     ),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
-    "vllm.v1.core.sched.scheduler:Scheduler": _SCHEDULER,
-    "vllm.v1.core.sched.output:NewRequestData": (
+    f"{_CORE}.kv_cache_manager:KVCacheManager.cache_blocks": "request, num_computed_tokens",
+    f"{_CORE}.sched.async_scheduler:AsyncScheduler": _SCHEDULER,
+    f"{_CORE}.sched.scheduler:Scheduler": _SCHEDULER,
+    f"{_CORE}.sched.output:NewRequestData": (
         "req_id=0, prompt_token_ids=0, mm_features=0, sampling_params=0, pooling_params=0, "
         "block_ids=0, num_computed_tokens=0, lora_request=0, prefill_token_ids=0"
     ),
-    "vllm.v1.core.sched.output:SchedulerOutput.make_empty": "",
+    f"{_CORE}.sched.output:SchedulerOutput.make_empty": "",
     "vllm.v1.kv_cache_interface:is_quantized_kv_cache": "kv_cache_dtype",
-    "vllm.v1.worker.gpu_worker:Worker.execute_model": "scheduler_output",
-    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
+    f"{_GPU}:Worker.execute_model": "scheduler_output",
+    f"{_GPU}:Worker.sample_tokens": "grammar_output",
     f"{_WORKER}.attn_utils:get_attn_cg_support": "attn_groups, vllm_config",
-    f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor": (
+    f"{_GRAPHS}:BatchExecutionDescriptor": (
         "cg_mode=0, num_tokens=0, num_reqs=0, uniform_token_count=0, num_active_loras=0, "
         "num_ubatches=0"
+    ),
+    f"{_GRAPHS}:CudaGraphManager": "config, device, mode, decode_query_len",
+    f"{_GRAPHS}:CudaGraphManager.capture": "create_forward_fn, progress_bar_desc",
+    f"{_GRAPHS}:CudaGraphManager.dispatch": "reqs, tokens, uniform_token_count, loras",
+    f"{_GRAPHS}:CudaGraphManager.run_fullgraph": "desc",
+    f"{_GRAPHS}:prepare_inputs_to_capture": (
+        "reqs, tokens, model_state, buffers, block_tables, attn_groups, kv_cache_config, "
+        "full_cudagraph=0, max_query_len=0"
+    ),
+    f"{_AR}:TargetDependentARSpeculator._generate_fused_drafts": (
+        "reqs, tokens, attn_metadata, slots, tokens_across_dp, mode, num_speculative_steps"
+    ),
+    f"{_AR}:TargetDependentARSpeculator._prefill": (
+        "reqs, tokens, attn_metadata, slots, tokens_across_dp"
+    ),
+    f"{_AR}:prepare_decode_inputs": (
+        "draft_tokens, seq_lens, num_rejected, buffers, sample_src_positions, max_model_len, reqs"
+    ),
+    f"{_AR}:prepare_prefill_inputs": (
+        "last_token_indices, current_draft_step, buffers, input_batch, num_sampled, "
+        "num_rejected, last_sampled, next_prefill_tokens, max_num_reqs"
     ),
     f"{_WORKER}.sample.output:SamplerOutput": (
         "sampled_token_ids=0, logprobs_tensors=0, num_nans=0, num_sampled=0, num_rejected=0"
@@ -171,10 +200,7 @@ OVERRIDDEN = {
     (f"{_QUANT}.kv_cache:BaseKVCacheMethod", f"{_OSS}.kv_cache:OssFp8KVCacheMethod"): (
         f"create_weights {_METHOD}"
     ),
-    (
-        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
-        f"{_OSS}.attention:OssAttentionImpl",
-    ): f"forward {_METHOD}",
+    (f"{_FLASH}:FlashAttentionImpl", f"{_OSS}.attention:OssAttentionImpl"): f"forward {_METHOD}",
     (f"{_MODELS}.gpt_oss:GptOssForCausalLM", f"{_PLUGIN}.models:OssGptOssForCausalLM"): (
         "compute_logits load_weights"
     ),
@@ -211,7 +237,7 @@ OVERRIDDEN = {
     ),
     (_AUTHENTICATION, f"{_PLUGIN}.api_key:KeyForAllPaths"): "__call__",
     (
-        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        f"{_CORE}.kv_cache_manager:KVCacheManager",
         f"{_PLUGIN}.scheduler:StepKVCacheManager",
     ): "allocate_slots cache_blocks",
     (
@@ -219,16 +245,16 @@ OVERRIDDEN = {
         f"{_PLUGIN}.model_state:OssModelState",
     ): "capture_inner_cudagraphs custom_sampler prepare_attn",
     (f"{_WORKER}.sample.sampler:Sampler", f"{_PLUGIN}.model_state:OssSampler"): "__call__",
+    (_REJECTION, f"{_PLUGIN}.rejection:OssRejectionSampler"): "__call__",
+    (_EAGLE, f"{_PLUGIN}.draft_graphs:OssEagleSpeculator"): "capture propose",
     (
-        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+        f"{_CORE}.sched.async_scheduler:AsyncScheduler",
         f"{_PLUGIN}.burst:BurstScheduler",
     ): "_free_request _update_after_schedule add_request schedule update_from_output",
     (f"{_WORKER}.model_runner:GPUModelRunner", f"{_PLUGIN}.burst_runner:BurstRunner"): (
         "execute_model initialize_kv_cache prepare_attn prepare_inputs sample sample_tokens"
     ),
-    ("vllm.v1.worker.gpu_worker:Worker", f"{_PLUGIN}.burst_runner:BurstWorker"): (
-        "_make_model_runner"
-    ),
+    (f"{_GPU}:Worker", f"{_PLUGIN}.burst_runner:BurstWorker"): "_make_model_runner",
 }
 
 # function that we replace, and the function that runs in its place: it gets the original first
@@ -240,160 +266,8 @@ REPLACED = {
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model": (
         f"{_PLUGIN}.self_check:_warm_up"
     ),
-    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": f"{_PLUGIN}.self_check:_warm_up",
+    f"{_GPU}:Worker.compile_or_warm_up_model": f"{_PLUGIN}.self_check:_warm_up",
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.reset_weight_update_target": (
         f"{_OSS}.reload:_reset_target"
     ),
-}
-
-# class, module or value -> the members that we read
-READ = {
-    "vllm:LLM": "generate",
-    "vllm:ModelRegistry": "",
-    "vllm:SamplingParams": "",
-    "vllm.config:VllmConfig": (
-        "additional_config compilation_config kv_transfer_config lora_config model_config "
-        "num_lookahead_tokens parallel_config quant_config scheduler_config speculative_config "
-        "use_v2_model_runner"
-    ),
-    "vllm.config.compilation:CUDAGraphMode": "FULL FULL_AND_PIECEWISE NONE PIECEWISE mixed_mode",
-    "vllm.config.compilation:CompilationConfig": (
-        "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
-    ),
-    "vllm.config.model:ModelConfig": (
-        "dtype get_hidden_size hf_config is_mm_prefix_lm logprobs_mode max_model_len model "
-        "quantization revision rswa_window runner_type trust_remote_code"
-    ),
-    "vllm.config.parallel:ParallelConfig": (
-        "data_parallel_rank data_parallel_size decode_context_parallel_size "
-        "pipeline_parallel_size prefill_context_parallel_size rank use_ubatching worker_cls "
-        "world_size"
-    ),
-    "vllm.config.scheduler:SchedulerConfig": (
-        "async_scheduling max_num_batched_tokens max_num_seqs scheduler_cls"
-    ),
-    "vllm.envs:VLLM_BATCH_INVARIANT": "",
-    "vllm.envs:VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "",
-    f"{_LAYERS}.activation:SiluAndMul": "",
-    f"{_LAYERS}.attention:Attention": (
-        "head_size head_size_v impl kv_cache_dtype kv_cache_torch_dtype "
-        "kv_sharing_target_layer_name layer_name num_heads num_kv_heads query_quant"
-    ),
-    f"{_LAYERS}.layernorm:RMSNorm": "variance_epsilon weight",
-    f"{_LAYERS}.linear:LinearBase": "",
-    f"{_LAYERS}.linear:MergedColumnParallelLinear": "",
-    f"{_LAYERS}.linear:QKVParallelLinear": "",
-    f"{_LAYERS}.linear:RowParallelLinear": "",
-    f"{_LAYERS}.rotary_embedding:RotaryEmbedding": (
-        "cos_sin_cache forward_cuda forward_native head_size is_neox_style rotary_dim "
-        "use_flashinfer"
-    ),
-    f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead": "num_org_embeddings_per_partition",
-    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding": "",
-    f"{_MOE}:FusedMoEConfig": (
-        "has_bias hidden_dim hidden_dim_unpadded in_dtype intermediate_size_per_partition "
-        "is_lora_enabled moe_backend moe_parallel_config dp_size"
-    ),
-    f"{_MOE}:FusedMoEQuantConfig": "",
-    f"{_MOE}:FusedMoeWeightScaleSupported": "CHANNEL",
-    f"{_MOE}:GateLinear": "is_unquantized",
-    f"{_MOE}:MoEActivation": "SILU SWIGLUOAI",
-    f"{_MOE}:RoutedExperts": (
-        "activation apply_router_weight_on_input ckpt_down_proj_name ckpt_gate_proj_name "
-        "ckpt_up_proj_name custom_routing_function e_score_correction_bias expert_map "
-        "expert_map_manager global_num_experts moe_config renormalize scoring_func swiglu_alpha "
-        "swiglu_beta swiglu_limit top_k use_grouped_topk"
-    ),
-    f"{_MOE}.config:FusedMoEParallelConfig": (
-        "all2all_backend enable_eplb pcp_size tp_rank tp_size use_ag_rs_all2all_kernels "
-        "use_all2all_kernels"
-    ),
-    f"{_QUANT}.base_config:QuantizeMethodBase": "",
-    f"{_QUANT}.utils.quant_utils:kFp8DynamicTokenSym": "",
-    f"{_QUANT}.utils.quant_utils:kFp8StaticTensorSym": "",
-    f"{_LOADER}:reload": "initialize_layerwise_reload finalize_layerwise_reload",
-    f"{_LOADER}.reload:inplace": "initialize_layerwise_reload finalize_layerwise_reload",
-    f"{_LOADER}.reload:layerwise": "LOADING_LAYERS",
-    f"{_LOADER}.reload.types:LayerReloadingInfo": "can_load loaded_weights reset restore_metadata",
-    f"{_MODELS}.config:MODELS_CONFIG_MAP": "",
-    f"{_MODELS}.gpt_oss:GptOssRoutedExperts": "",
-    f"{_MODELS}.gpt_oss:MLPBlock": "experts hidden_size is_sequence_parallel router",
-    f"{_MODELS}.gpt_oss:OAIAttention": "attn o_proj qkv_proj rotary_emb sinks",
-    f"{_MODELS}.interfaces:EagleModelMixin": "aux_hidden_state_layers",
-    f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
-    f"{_MODELS}.registry:_ModelRegistry": "models",
-    "vllm.forward_context:BatchDescriptor": "",
-    "vllm.forward_context:set_forward_context": "",
-    "vllm.platforms:current_platform": "",
-    "vllm.platforms.interface:Platform": (
-        "device_name get_device_capability get_device_name is_cpu is_cuda is_device_capability"
-    ),
-    "vllm.utils.torch_utils:LayerNameType": "",
-    "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
-    "vllm.v1.attention.backend:AttentionType": "DECODER",
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": (
-        "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
-        "num_kv_heads scale sinks sliding_window"
-    ),
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": (
-        "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
-        "rswa_prefix_lens seq_lens"
-    ),
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder": (
-        "aot_schedule max_cudagraph_size"
-    ),
-    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
-        "block_pool coordinator empty_kv_cache_blocks enable_caching"
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler": (
-        "current_step kv_cache_manager max_model_len num_lookahead_tokens requests running"
-    ),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "finished_req_ids num_scheduled_tokens num_spec_tokens_to_schedule scheduled_new_reqs "
-        "total_num_scheduled_tokens"
-    ),
-    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
-        "block_pool block_size num_cached_block req_to_blocks"
-    ),
-    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": (
-        "extra_retained_tokens sliding_window"
-    ),
-    "vllm.v1.request:Request": (
-        "max_tokens next_decode_eligible_step num_computed_tokens num_in_flight_tokens "
-        "num_output_placeholders num_prompt_tokens num_stale_output_tokens num_tokens request_id "
-        "status"
-    ),
-    "vllm.v1.request:RequestStatus": "RUNNING",
-    "vllm.v1.engine:EngineCoreOutputs": "",
-    "vllm.v1.metrics.stats:IterationStats": "",
-    "vllm.v1.outputs:AsyncModelRunnerOutput": "get_output",
-    "vllm.v1.outputs:ModelRunnerOutput": "prompt_logprobs_dict",
-    "vllm.v1.worker.gpu_worker:Worker": "model_runner",
-    "vllm.v1.worker.utils:AttentionGroup": "get_metadata_builder kernel_block_size",
-    f"{_WORKER}.attn_utils:build_slot_mappings_by_layer": "",
-    f"{_WORKER}.cudagraph_utils:CudaGraphManager": (
-        "_candidates _capture_descs cudagraph_mode graphs max_num_reqs pool vllm_config"
-    ),
-    f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager": "capture dispatch",
-    f"{_WORKER}.input_batch:InputBatch": (
-        "expanded_idx_mapping expanded_local_pos has_prefill idx_mapping idx_mapping_np input_ids "
-        "logits_indices num_draft_tokens num_reqs num_tokens positions seq_lens_cpu_upper_bound"
-    ),
-    f"{_WORKER}.model_states.default:DefaultModelState": (
-        "device dtype max_num_reqs model model_config vllm_config"
-    ),
-    f"{_WORKER}.sample.prompt_logprob:PromptLogprobsWorker": (
-        "in_progress_prompt_logprobs token_id_scores"
-    ),
-    f"{_WORKER}.sample.sampler:Sampler": (
-        "compute_nans needs_logits_processing return_sampling_mask sampling_states "
-        "trace_replay_state"
-    ),
-    f"{_WORKER}.sample.states:SamplingStates": "temperature",
-    f"{_WORKER}.spec_decode.speculator:DraftModelSpeculator": (
-        "acceptance_estimator draft_logits max_num_reqs model use_local_argmax_reduction"
-    ),
-    f"{_WORKER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator": "",
 }

@@ -86,12 +86,10 @@ class OssModelState(DefaultModelState):
             or model.is_mm_prefix_lm
         )
         self.draft_may_ask = eagle
-        if drafts is not None:
+        if drafts is not None and self.metadata_is_read:
             logger.info_once(
-                "oss_fused: a step that verifies drafts samples as in vLLM%s",
-                " and makes attention metadata, which the draft model or FlashAttention reads"
-                if self.metadata_is_read
-                else "",
+                "oss_fused: a step that verifies drafts makes attention metadata, which the draft "
+                "model or FlashAttention reads"
             )
 
     def prepare_attn(

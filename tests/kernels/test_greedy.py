@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""``greedy_tokens``: kernel and twin against the largest value of each row."""
+"""``greedy_tokens`` and ``verify_drafts``: kernels and twins against plain Python."""
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels.greedy.reference import uniform
 from oss_fused.kernels.op import get_kernel
 
 # 4096 columns fill one program
@@ -73,3 +76,121 @@ def test_bad_arguments(device):
             zeros,
             torch.zeros(2, dtype=torch.int64, device=device),
         )
+
+
+def one_by_one(
+    tokens, input_ids, positions, rows, starts, requests, seq_lens, prompt_lens, most, *synthetic
+):
+    """What verify_drafts says, a request at a time."""
+    found = []
+    for r, request in enumerate(requests.tolist()):
+        first, end = starts[r : r + 2].tolist()
+        taken = 1
+        for row in range(first, end - 1):
+            draft = input_ids[rows[row + 1]]
+            inside = positions[rows[first]] < prompt_lens[request]
+            right = draft == tokens[row]
+            if synthetic:
+                rates, seeds = synthetic
+                drawn = uniform(seeds[request], positions[rows[row]])
+                right = drawn < rates[row - first]
+            if inside or draft < 0 or not right:
+                break
+            taken += 1
+        unfinished = seq_lens[r] < prompt_lens[request]
+        drafts = input_ids[rows[first + 1 : first + taken]].tolist()
+        ids = [*drafts, int(tokens[first + taken - 1])]
+        found.append(([], 0, 0) if unfinished else (ids, taken, end - first - taken))
+    return found
+
+
+def verify(backend, device, *args):
+    args = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    sampled, taken, rejected = get_kernel(backend, "verify_drafts")(*args)
+    assert sampled.shape == (args[5].shape[0], args[8]) and sampled.dtype == torch.int64
+    assert taken.dtype == rejected.dtype == torch.int32
+    ids = [row[:number] for row, number in zip(sampled.tolist(), taken.tolist())]
+    return list(zip(ids, taken.tolist(), rejected.tolist()))
+
+
+def batch(most):
+    """Any number of drafts, right, wrong and absent ones, prompts that end here or go on."""
+    count = 23
+    numbers = torch.randint(1, most + 1, (count,))
+    numbers[1] = most
+    starts = torch.cat([torch.zeros(1), numbers.cumsum(0)]).to(torch.int32)
+    tokens = torch.randint(0, 3, (int(starts[-1]),))
+    # three tokens of a prompt stand before each request's rows
+    rows = torch.arange(len(tokens)) + 3 * torch.arange(1, count + 1).repeat_interleave(numbers)
+    input_ids = torch.randint(-1, 3, (int(rows[-1]) + 2,), dtype=torch.int32)
+    right = torch.rand(len(tokens) - 1) < 0.7
+    right[starts[1] : starts[2]] = True
+    input_ids[rows[1:][right]] = tokens[:-1][right].to(torch.int32)
+    positions = torch.randint(0, 40, input_ids.shape)
+    requests = torch.randperm(40)[:count]
+    prompt_lens = torch.randint(0, 8, (40,), dtype=torch.int32)
+    seq_lens = torch.randint(8, 20, (count + 2,), dtype=torch.int32)
+    # the first prompt goes on after this step
+    prompt_lens[requests[:2]], positions[rows[starts[1]]] = torch.tensor([30, 0]).int(), 9
+    return tokens, input_ids, positions, rows, starts, requests, seq_lens, prompt_lens, most
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_right_drafts(backend, most, device):
+    args = batch(most)
+    expected = one_by_one(*args)
+    assert expected[0] == ([], 0, 0) and expected[1][1:] == (most, 0)
+    assert verify(backend, device, *args) == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_synthetic_acceptance(backend, device):
+    """Rates decide, not the likeliest tokens; absent drafts and those of a prompt stay wrong."""
+    args = batch(4)
+    for rates, most in (([1.0, 1.0, 1.0], 4), ([0.6, 0.5, 0.9], None), ([0.0, 1.0, 1.0], 1)):
+        seeds = torch.randint(-(2**62), 2**62, (40,))
+        synthetic = (torch.tensor(rates), seeds)
+        expected = one_by_one(*args, *synthetic)
+        assert verify(backend, device, *args, *synthetic) == expected
+        assert most in (None, max(number for _, number, _ in expected))
+
+
+@triton.jit
+def _rand_kernel(seed, offset, drawn, BLOCK: tl.constexpr):
+    nth = tl.arange(0, BLOCK)
+    tl.store(drawn + nth, tl.rand(tl.load(seed), tl.load(offset + nth)))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -3, 2**62 + 11, -(2**63)])
+def test_uniform_is_tritons(seed, device):
+    offsets = torch.tensor([0, 1, 2, 77, 2**31, 2**32 + 5, 2**40, 131071], device=device)
+    seeds = torch.tensor([seed], device=device)
+    drawn = torch.empty(8, device=device)
+    _rand_kernel[(1,)](seeds, offsets, drawn, BLOCK=8)
+    assert torch.equal(drawn, uniform(seeds, offsets))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_requests_with_drafts(backend, device):
+    long, short = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    starts = torch.zeros(1, dtype=torch.int32)
+    assert verify(backend, device, long, short, long, long, starts, long, short, short, 4) == []
+
+
+def test_bad_requests(device):
+    kernel = get_kernel("torch", "verify_drafts")
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    short = one.to(torch.int32)
+    with pytest.raises(ShapeMismatchError, match=r"starts.shape=\(1,\): expected \[2\]"):
+        kernel(one, short, one, one, short, one, short, short, 4)
+    two = torch.arange(2, dtype=torch.int32, device=device)
+    with pytest.raises(ShapeMismatchError, match="seq_lens"):
+        kernel(one, short, one, one, two, one, short[:0], short, 4)
+    with pytest.raises(SchemeError, match="most=0"):
+        kernel(one, short, one, one, two, one, short, short, 0)
+    rates = torch.ones(2, device=device)
+    with pytest.raises(SchemeError, match="both or neither"):
+        kernel(one, short, one, one, two, one, short, short, 3, rates)
+    with pytest.raises(ShapeMismatchError, match=r"rates.shape=\(2,\): expected at least 3"):
+        kernel(one, short, one, one, two, one, short, short, 4, rates, one)

@@ -2,6 +2,7 @@
 """The worker's half of bursts, with stubs for the device; test_burst_gpu.py runs it on one."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -282,11 +283,15 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
     runner.vocab_size, runner.dtype = 50, torch.bfloat16
     before.query_start_loc = torch.zeros(5, dtype=torch.int32)
     state = [t.clone() for t in (before.input_ids, before.positions, before.seq_lens)]
-    monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", lambda self, config: None)
-    monkeypatch.setattr(runner, "postprocess_sampled", lambda *args: updates.append(args))
     asked = []
-    monkeypatch.setattr(module, "use_whole_graphs", asked.append)
-    monkeypatch.setattr(module, "pick_from_own_vocabulary", asked.append)
+    monkeypatch.setattr(
+        GPUModelRunner, "initialize_kv_cache", lambda self, config: asked.append(config)
+    )
+    monkeypatch.setattr(runner, "postprocess_sampled", lambda *args: updates.append(args))
+    functions = ("use_whole_graphs", "pick_from_own_vocabulary", "shorten_verification")
+    for name in ("adopt_head_attention", *functions, "draft_in_one_graph"):
+        told = functools.partial(lambda name, given: asked.append((name, given)), name)
+        monkeypatch.setattr(module, name, told)
     runner.speculator = object()
     launched = []
     set_observer(lambda operation, args: launched.append((operation, args[0].dtype)))
@@ -294,7 +299,17 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
         runner.initialize_kv_cache("cache")
     finally:
         set_observer(None)
-    assert asked == [runner, runner.speculator]
+    # the head's attention is chosen before vLLM asks it about its cache, the rest after
+    assert asked[:2] == [("adopt_head_attention", runner), "cache"]
+    assert sorted(asked[2:], key=str) == sorted(
+        [
+            ("use_whole_graphs", runner),
+            ("pick_from_own_vocabulary", runner.speculator),
+            ("draft_in_one_graph", runner),
+            ("shorten_verification", runner),
+        ],
+        key=str,
+    )
     assert ("greedy_tokens", torch.bfloat16) in launched
     assert [ids.shape for _, ids, *_ in updates] == [(1, 15), (1, 16)]
     assert all(index.tolist() == [-1] for index, *_ in updates)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Greedy drafts are picked from the draft model's own vocabulary, and stay the same drafts."""
+"""Greedy drafts are picked from the draft model's own vocabulary, and stay the same drafts.
+
+Which heads get the decode attention of this package stands here, too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-from oss_fused.plugin.drafts import pick_from_own_vocabulary
+from oss_fused.layers.vllm.attention import OssAttentionImpl
+from oss_fused.plugin import drafts
+from oss_fused.plugin.drafts import adopt_head_attention, pick_from_own_vocabulary
+from tests.plugin.test_attention_impl import Layer, implementation
 
 HIDDEN, KNOWN, ALL = 8, 5, 12
 
@@ -89,3 +95,45 @@ def test_all_logits_where_they_are_needed(changes):
 
 def test_no_drafts():
     pick_from_own_vocabulary(None)
+
+
+def _runner(speculator, **options):
+    return SimpleNamespace(
+        speculator=speculator,
+        vllm_config=SimpleNamespace(
+            additional_config={"oss_fused": options},
+            parallel_config=SimpleNamespace(),
+            cache_config=SimpleNamespace(block_size=16),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
+            speculative_config=SimpleNamespace(num_speculative_tokens=3),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+        ),
+    )
+
+
+def test_a_heads_attention_is_compiled_before_it_serves(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(
+        OssAttentionImpl, "process_weights_after_loading", lambda *args: prepared.append(args)
+    )
+    speculator = _speculator()
+    speculator.model.attention = Layer(implementation())
+    for times in (1, 2):
+        # caches are set up twice
+        adopt_head_attention(_runner(speculator))
+        impl = speculator.model.attention.impl
+        assert type(impl) is OssAttentionImpl and impl.max_queries == 4
+        assert prepared == [(impl, torch.bfloat16)] * times
+
+
+@pytest.mark.parametrize(
+    ("speculator", "options"),
+    [
+        (None, {}),
+        (NgramGPUSpeculator.__new__(NgramGPUSpeculator), {}),
+        (EagleSpeculator.__new__(EagleSpeculator), {"attention_kernels": "vllm"}),
+    ],
+)
+def test_other_attention_is_left_alone(speculator, options, monkeypatch):
+    monkeypatch.setattr(drafts, "adopt_attention", None)
+    adopt_head_attention(_runner(speculator, **options))

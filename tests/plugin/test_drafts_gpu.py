@@ -124,3 +124,53 @@ def test_draft_models(layout, options, folder, tmp_path):
     make_draft(tmp_path / layout, SHAPE, layout)
     drafts = {"method": "eagle3", "model": str(tmp_path / layout)} | options
     check(Drafting(folder / "model", drafts))
+
+
+@pytest.mark.parametrize("method", ["standard", "synthetic"])
+def test_all_passes_in_one_graph(method, folder, tmp_path):
+    """Drafts, and tokens, are those of vLLM's graphs and its rejection sampler."""
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from oss_fused.plugin.draft_graphs import OssEagleSpeculator
+    from oss_fused.plugin.rejection import OssRejectionSampler
+
+    make_draft(tmp_path / "head", SHAPE, "specforge")
+    drafts = {
+        "method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3,
+        "rejection_sample_method": method,
+    }  # fmt: skip
+    if method == "synthetic":
+        drafts["synthetic_acceptance_length"] = 2.5
+    engine = Drafting(folder / "model", drafts, enable_prefix_caching=False)
+    runner = engine.runner
+    noted: list[Any] = []
+    replayed: list[Any] = []
+    keep, replay = runner.draft_tokens_handler.set_draft_tokens, runner.speculator.passes
+    run = replay.run_fullgraph
+
+    def note(batch: Any, tokens: Any) -> None:
+        noted.append((batch.num_reqs, tokens.tolist()))
+        keep(batch, tokens)
+
+    def watch(desc: Any) -> None:
+        replayed.append(desc.num_reqs)
+        run(desc)
+
+    runner.draft_tokens_handler.set_draft_tokens, replay.run_fullgraph = note, watch
+    # three requests: a graph for four has padding
+    prompts, lengths = [[9, 10, 11, 12] * 5, list(range(5, 30)), [3]], [NEW, 7, NEW]
+    try:
+        assert type(runner.speculator) is OssEagleSpeculator
+        assert type(runner.rejection_sampler) is OssRejectionSampler
+        found = []
+        for _ in range(2):
+            noted.clear()
+            answers = engine.ask(prompts, lengths=lengths, seed=7)
+            found.append(([list(a.outputs[0].token_ids) for a in answers], list(noted)))
+            runner.speculator.__class__ = EagleSpeculator
+            runner.rejection_sampler.__class__ = RejectionSampler
+        assert found[0] == found[1]
+        assert {1, PLACES} <= set(replayed) and len(replayed) > NEW // 4
+    finally:
+        engine.close()

@@ -69,6 +69,7 @@ class Watched(Drafting):
             self.runner.cudagraph_manager,
             getattr(drafter, "prefill_cudagraph_manager", None),
             getattr(drafter, "decode_cudagraph_manager", None),
+            getattr(drafter, "passes", None),
         ):
             if manager is not None:
                 manager._graphs_captured = use
