@@ -14,12 +14,15 @@ dropped by vLLM's own check of what ends a request.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import deque
 from importlib.metadata import entry_points
+from itertools import islice
 from typing import Any
 
 import vllm.envs as vllm_envs
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from oss_fused.plugin.options import serving_options
+from oss_fused.plugin.step_graphs import GRAPH_TOKENS
 from oss_fused.quant.settings import LONGEST_BURST
 
 # seconds of a burst with "auto": two are under way, so a request that arrives waits for 10 ms
@@ -64,11 +68,13 @@ class BurstScheduler(AsyncScheduler):
         longest: tokens of a request in one step; 1 is vLLM's scheduler.
         auto: take as many as SECONDS hold.
         times: of decode steps.
+        graph_tokens: tokens of a step that reads several prompts, at most.
     """
 
     longest = 1
     auto = False
     num_lookahead_tokens: int
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As AsyncScheduler."""
@@ -78,6 +84,7 @@ class BurstScheduler(AsyncScheduler):
         self._told = False
         # request -> what it needs the host for between two tokens
         self._host_bound: dict[str, str] = {}
+        self.graph_tokens = largest_graph(self.vllm_config)
         self._groups = self.kv_cache_manager.coordinator.single_type_managers
 
     def add_request(self, request: Request) -> None:
@@ -99,10 +106,22 @@ class BurstScheduler(AsyncScheduler):
         drafts = self.num_lookahead_tokens
         # allocate_slots makes room for the later tokens as it does for a drafter's
         self.num_lookahead_tokens = drafts + self._burst - 1
+        most = self.max_num_scheduled_tokens
+        if self.graph_tokens < most and self._reads_several():
+            self.max_num_scheduled_tokens = self.graph_tokens
         try:
             return super().schedule(throttle_prefills)
         finally:
             self.num_lookahead_tokens = drafts
+            self.max_num_scheduled_tokens = most
+
+    def _reads_several(self) -> bool:
+        """Whether the tokens of two prompts or more are still to be computed.
+
+        A step that replays graphs then lets the first of them decode, while the others are read.
+        """
+        read = (r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens)
+        return len(self.waiting) + sum(1 for _ in islice(read, 2)) > 1
 
     def _choose_burst(self) -> int:
         """K of the next step; sets aside requests whose last token is under way already."""
@@ -194,6 +213,18 @@ class BurstScheduler(AsyncScheduler):
 
     def _tell_why(self, reason: str) -> None:
         logger.info_once("oss_fused: single decode steps while a request has %s", reason)
+
+
+def largest_graph(config: VllmConfig) -> int:
+    """Tokens of the largest step with prompts that replays graphs, if that is worth a limit.
+
+    Several steps of GRAPH_TOKENS take no longer than one of their sum, whose operators are launched
+    from Python (docs/decode.md). Of smaller steps each reads all weights for fewer tokens.
+    """
+    graphs = config.compilation_config
+    sizes, mode = graphs.cudagraph_capture_sizes or [0], graphs.cudagraph_mode
+    recorded = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
+    return max(sizes) if recorded and max(sizes) >= GRAPH_TOKENS else sys.maxsize
 
 
 def _advance(request: Request, more: int) -> None:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: MIT
 """How many decode steps a burst has: by what the requests ask for, and by measured times."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.outputs import ModelRunnerOutput
 
 from oss_fused.plugin.burst import SECONDS, BurstScheduler, StepTimes
 from tests.plugin.burst_schedulers import add, engine_config, make, small, steps
@@ -49,6 +54,46 @@ def test_a_prompt_in_pieces_and_an_arrival_take_single_steps(config):
     add(scheduler, "b", list(range(90)), 100)
     # three pieces of 31 tokens, since each step also decodes a token of the first request
     assert steps(scheduler, 5) == [1, 1, 1, 8, 8]
+
+
+def read(scheduler, number):
+    """Tokens of each request in ``number`` steps."""
+    tokens = []
+    for _ in range(number):
+        scheduled = scheduler.schedule()
+        tokens.append(scheduled.num_scheduled_tokens)
+        names = list(scheduled.num_scheduled_tokens)
+        ids = [[5] * (scheduler.requests[n].num_output_placeholders > 0) for n in names]
+        output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, ids)
+        scheduler.update_from_output(scheduled, output)
+    return tokens
+
+
+def test_several_prompts_fill_no_more_than_a_graph(config):
+    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
+    scheduler.graph_tokens = 32
+    for name in "abc":
+        add(scheduler, name, list(range(24)), 9)
+    # the first prompt's token comes with the first step, the third prompt is the last one to read
+    expected = [{"a": 24, "b": 8}, {"a": 1, "b": 16, "c": 15}, {"a": 1, "b": 1, "c": 9}]
+    assert read(scheduler, 3) == expected
+    add(scheduler, "d", list(range(90)), 1)
+    assert read(scheduler, 1) == [{"a": 1, "b": 1, "c": 1, "d": 61}]
+
+
+def test_the_largest_graph_limits_only_where_it_is_worth_it(config, monkeypatch):
+    graphs = config.compilation_config
+    for mode, sizes, most in [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, [1, 8, 4096], 4096),
+        (CUDAGraphMode.FULL, [8192, 1], 8192),
+        (CUDAGraphMode.PIECEWISE, [1, 512], sys.maxsize),
+        (CUDAGraphMode.FULL_DECODE_ONLY, [1, 4096], sys.maxsize),
+        (CUDAGraphMode.NONE, [], sys.maxsize),
+        (None, None, sys.maxsize),
+    ]:
+        monkeypatch.setattr(graphs, "cudagraph_mode", mode)
+        monkeypatch.setattr(graphs, "cudagraph_capture_sizes", sizes)
+        assert make(config, BurstScheduler, small()).graph_tokens == most
 
 
 def test_a_full_server_goes_on_in_bursts(config):
