@@ -23,11 +23,9 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.layers.vllm.last_block import LastBlock
 from oss_fused.plugin.draft_graphs import draft_in_one_graph
 from oss_fused.plugin.drafts import adopt_head_attention, pick_from_own_vocabulary
 from oss_fused.plugin.options import serving_options
-from oss_fused.plugin.read_rows import reads_last_rows, sampled_rows
 from oss_fused.plugin.rejection import shorten_verification
 from oss_fused.plugin.step_graphs import use_whole_graphs
 from oss_fused.quant.settings import LONGEST_BURST
@@ -37,9 +35,6 @@ Sampled = tuple[SamplerOutput, torch.Tensor, torch.Tensor]
 
 class BurstRunner(GPUModelRunner):
     """vLLM's model runner (V2), whose decode steps may be bursts."""
-
-    # the model's last layer, where nothing but sampled rows are read behind it (read_rows.py)
-    last_block: LastBlock | None = None
 
     def __init__(self, *args: Any) -> None:
         """As GPUModelRunner."""
@@ -60,8 +55,6 @@ class BurstRunner(GPUModelRunner):
         adopt_head_attention(self)
         super().initialize_kv_cache(*args, **options)
         use_whole_graphs(self)
-        if reads_last_rows(self):
-            self.last_block = self.model.last_block
         pick_from_own_vocabulary(self.speculator)
         draft_in_one_graph(self)
         shorten_verification(self)
@@ -72,25 +65,17 @@ class BurstRunner(GPUModelRunner):
         self.burst = getattr(scheduler_output, "burst", 1)
         # of a dummy step, which has no inputs to prepare, nothing is known
         self.model_state.decodes = False
-        try:
-            return super().execute_model(scheduler_output, *args, **options)
-        finally:
-            # what runs the model otherwise, as a recording does, needs all rows
-            if self.last_block is not None:
-                self.last_block.rows = None
+        return super().execute_model(scheduler_output, *args, **options)
 
     def prepare_inputs(
         self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> Any:
-        """As GPUModelRunner; tells the model state and the last layer what the step needs."""
+        """As GPUModelRunner; remembers the graph, and tells the model state what it holds."""
         self._desc = batch_desc
         self.model_state.decodes = batch_desc.uniform_token_count is not None
-        batch = super().prepare_inputs(
+        return super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )
-        if self.last_block is not None:
-            self.last_block.rows = sampled_rows(self, batch, batch_desc.cg_mode)
-        return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """As GPUModelRunner; remembers tables and slots, and starts the clock."""

@@ -154,9 +154,6 @@ READ = {
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
     ),
-    f"{_WORKER}.sample.prompt_logprob:PromptLogprobsWorker": (
-        "in_progress_prompt_logprobs token_id_scores"
-    ),
     f"{_WORKER}.sample.sampler:Sampler": (
         "compute_nans needs_logits_processing req_states return_sampling_mask sampling_states "
         "trace_replay_state"

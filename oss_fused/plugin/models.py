@@ -34,7 +34,6 @@ from oss_fused.layers.vllm.attention import adopt_attention
 from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
 from oss_fused.layers.vllm.experts.block import join_blocks, warm_block
 from oss_fused.layers.vllm.experts.choice import warm_router
-from oss_fused.layers.vllm.last_block import LastBlock, mark_last
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.layers.vllm.reload import CompleteModel
@@ -95,8 +94,6 @@ class _OssModel(CompleteModel, nn.Module):
     needed: Sequence[str] = ()
     # no part of another model, and no draft model beside one
     is_outermost = False
-    # the last layer, which may finish the tokens that are sampled from only
-    last_block: LastBlock | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model as vLLM does; change it if its quantisation is oss_fp8."""
@@ -122,7 +119,6 @@ class _OssModel(CompleteModel, nn.Module):
             adopt_attention(self.model, vllm_config)
         if options.fused_layers:
             fuse_rope(self.model, vllm_config)
-            self.last_block = mark_last(self.model.layers[-1], vllm_config, options)
         if options.short_step and vllm_config.use_v2_model_runner:
             # vLLM's other model runner has no such state
             from oss_fused.plugin.model_state import OssModelState, brings_state

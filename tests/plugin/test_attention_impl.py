@@ -238,7 +238,7 @@ def test_prompts_in_a_short_window(window, fp8, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("window", "tokens"), [(None, 48), (257, 48), (20, 47)], ids=["none", "long", "short prompts"]
+    ("window", "tokens"), [(None, 48), (129, 48), (20, 47)], ids=["none", "long", "short prompts"]
 )
 def test_prompts_that_flash_attention_keeps(window, tokens, monkeypatch):
     (layer,) = adopted(implementation(window))
@@ -251,7 +251,7 @@ def test_prompts_that_flash_attention_keeps(window, tokens, monkeypatch):
 
 
 def test_warm_up_compiles_a_short_window(monkeypatch):
-    layers = adopted(implementation(20), implementation(), implementation(257), rows=1)
+    layers = adopted(implementation(20), implementation(), implementation(129), rows=1)
     seen = []
     run = torch.ops.oss_fused.window_attention
     monkeypatch.setattr(

@@ -191,10 +191,10 @@ def test_vllm_takes_each_option_as_a_flag():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ["layers", "blocks", "attention", "rope", "last", "state"]),
+        ({}, ["layers", "blocks", "attention", "rope", "state"]),
         ({"fused_layers": False}, ["attention", "state"]),
-        ({"attention_kernels": "vllm"}, ["layers", "blocks", "rope", "last", "state"]),
-        ({"short_step": False}, ["layers", "blocks", "attention", "rope", "last"]),
+        ({"attention_kernels": "vllm"}, ["layers", "blocks", "rope", "state"]),
+        ({"short_step": False}, ["layers", "blocks", "attention", "rope"]),
     ],
 )
 def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatch):
@@ -206,13 +206,12 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
         "join_blocks": "blocks",
         "adopt_attention": "attention",
         "fuse_rope": "rope",
-        "mark_last": "last",
     }
     for name, short in names.items():
         monkeypatch.setattr(models, name, lambda *_, short=short: done.append(short))
     monkeypatch.setattr(model_state, "brings_state", lambda model: done.append("state"))
     settings = with_options(from_checkpoint(CALIBRATED), options)
-    model = SimpleNamespace(model=SimpleNamespace(layers=["the last"]))
+    model = SimpleNamespace(model=SimpleNamespace(layers=[]))
     quant_config = SimpleNamespace(settings=settings)
     config = SimpleNamespace(quant_config=quant_config, use_v2_model_runner=v2)
     models._OssModel._adopt(model, config)

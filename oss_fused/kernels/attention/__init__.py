@@ -24,7 +24,7 @@ Args of the operator:
 
 ``window_attention``: attention of prompts in a layer whose queries see few positions. Arguments as
 above: query and out [T, Hq, D], any number of tokens per sequence, as query_starts [S + 1] says;
-rows of ``out`` behind its last entry are not written; window from 1 to 256.
+rows of ``out`` behind its last entry are not written; window from 1 to 128.
 
 Formula: online softmax, https://arxiv.org/abs/2205.14135; sinks, https://arxiv.org/abs/2309.17453.
 """
@@ -40,7 +40,7 @@ from oss_fused.kernels.contract import Between, Operand, Scale
 from oss_fused.kernels.op import declare
 
 # positions of a window: with more, the logits of a prompt's queries do not fit the registers
-MOST_WINDOW = 256
+MOST_WINDOW = 128
 
 
 def _check_sequences(

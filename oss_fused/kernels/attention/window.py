@@ -36,7 +36,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 class WindowTile(NamedTuple):
     """Query rows of a program (tokens times heads of a group), its warps, a thread's registers.
 
-    With 128 registers a multiprocessor holds four programs: some compute while others load.
+    With 128 registers a multiprocessor holds four programs: some compute while others load. The
+    limit holds for up to 64 rows and heads of up to 128 values.
     """
 
     rows: int = 64
@@ -212,6 +213,9 @@ def window_attention(
     group, page_size = q_heads // heads, key_cache.shape[1]
     tokens = max(1, tile.rows // next_power_of_2(group))
     align = math.gcd(page_size, 16)
+    lanes, width = max(16, next_power_of_2(tokens * group)), max(16, next_power_of_2(head_dim))
+    # products of more rows or wider heads need more registers than the limit leaves
+    limited = lanes <= 64 and width <= 128
     _window_attention_kernel[(rows // tokens + sequences, heads)](
         Rows(query, query.stride(0), query.stride(1)),
         paged_cache(key_cache, constant=True),
@@ -233,10 +237,10 @@ def window_attention(
         # together WINDOW + TOKENS + ALIGN - 2 positions or more
         EARLY=max(16, next_power_of_2(window)),
         LATE=max(16, next_power_of_2(tokens + align - 2)),
-        BLOCK_M=max(16, next_power_of_2(tokens * group)),
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_M=lanes,
+        BLOCK_D=width,
         DTYPE=dot_dtype(query, out),
         num_warps=tile.warps,
-        maxnreg=tile.registers,
+        maxnreg=tile.registers if limited else None,
         **pdl_options(query.device),
     )

@@ -47,8 +47,6 @@ class OssAttentionImpl(FlashAttentionImpl):
     max_queries: int = 1
     # rotary embedding and cache write as one kernel, where rope_attention.py set it up
     rope: Any = None
-    # of the last decoder layer: which tokens of a step it finishes (last_block.py)
-    last: Any = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile the kernel for every number of splits, so that no request waits for it."""
@@ -81,11 +79,9 @@ class OssAttentionImpl(FlashAttentionImpl):
             and output_block_scale is None
         )
         if native and attn_metadata.max_query_len <= self.max_queries:
-            rows = attn_metadata.num_actual_tokens
-            several = attn_metadata.max_query_len > 1
-            self.decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
-        elif native and self.is_short_window(attn_metadata):
-            self.attend_window(layer, query, kv_cache, attn_metadata, output)
+            self._decode(layer, query, kv_cache, attn_metadata, output)
+        elif native and self._reads_windows(attn_metadata):
+            self._attend_window(layer, query, kv_cache, attn_metadata, output)
         else:
             super().forward(
                 layer,
@@ -100,16 +96,15 @@ class OssAttentionImpl(FlashAttentionImpl):
             )
         return output
 
-    def is_short_window(self, attn_metadata: FlashAttentionMetadata) -> bool:
+    def _reads_windows(self, attn_metadata: FlashAttentionMetadata) -> bool:
         """Whether window_attention runs a step with prompts, of which each has programs of its own.
 
         A graph of a mixed batch is recorded for as many sequences as it may have.
         """
         least = _PROMPT_TOKENS * attn_metadata.seq_lens.shape[0]
-        short = 0 < _window_of(self) <= MOST_WINDOW
-        return short and attn_metadata.num_actual_tokens >= least
+        return _is_window_short(self) and attn_metadata.num_actual_tokens >= least
 
-    def attend_window(
+    def _attend_window(
         self,
         layer: nn.Module,
         query: torch.Tensor,
@@ -117,7 +112,7 @@ class OssAttentionImpl(FlashAttentionImpl):
         attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Attention of a step with prompts whose queries see a short window; as ``decode``."""
+        """Attention of a step with prompts whose queries see a short window."""
         rows = attn_metadata.num_actual_tokens
         keys, values, scales = self._cache(layer, query, kv_cache)
         torch.ops.oss_fused.window_attention(
@@ -146,33 +141,25 @@ class OssAttentionImpl(FlashAttentionImpl):
         k_scale, v_scale = (layer._k_scale, layer._v_scale) if quantised else (None, None)
         return keys, values, (q_scale, k_scale, v_scale)
 
-    def decode(
+    def _decode(
         self,
         layer: nn.Module,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
-        several: bool = False,
     ) -> None:
-        """Attention of each sequence's last token, or with ``several`` of its last tokens.
-
-        Args:
-            layer: vLLM's attention layer.
-            query: [rows, heads, head_dim], in the order of the sequences.
-            kv_cache: of the layer, with this step's keys and values.
-            attn_metadata: of the step; the lengths include the queries.
-            output: [rows, heads, head_dim].
-            several: up to max_queries tokens of a sequence.
-        """
+        """Attention of up to max_queries tokens of each sequence, its last ones."""
+        rows = attn_metadata.num_actual_tokens
+        several = attn_metadata.max_query_len > 1
         keys, values, scales = self._cache(layer, query, kv_cache)
         torch.ops.oss_fused.decode_attention(
-            query,
+            query[:rows],
             keys,
             values,
             attn_metadata.block_table,
             attn_metadata.seq_lens,
-            output,
+            output[:rows],
             self.arrivals,
             self.scale,
             _window_of(self),
@@ -236,6 +223,11 @@ def _window_of(impl: Any) -> int:
     return int(impl.sliding_window[0]) + 1
 
 
+def _is_window_short(impl: Any) -> bool:
+    """Whether window_attention takes the window, and heads of the width that it is made for."""
+    return 0 < _window_of(impl) <= MOST_WINDOW and impl.head_size <= 128
+
+
 def _fits(impl: Any) -> bool:
     return (
         type(impl) is FlashAttentionImpl
@@ -272,7 +264,7 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     # named: weights load under the model's default dtype
     one = torch.ones(1, dtype=torch.float32, device=device) if quantised else None
     window = _window_of(impl)
-    if 0 < window <= MOST_WINDOW:
+    if _is_window_short(impl):
         query = torch.zeros(1, heads, size, dtype=cache_dtype, device=device)
         lens = torch.ones(1, dtype=torch.int32, device=device)
         torch.ops.oss_fused.window_attention(

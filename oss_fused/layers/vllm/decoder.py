@@ -28,16 +28,9 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
-from oss_fused.layers.vllm.experts.block import (
-    Following,
-    are_native,
-    joins,
-    norm_experts_norm,
-)
+from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
-from oss_fused.layers.vllm.last_block import LastBlock, takes_codes
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
-from oss_fused.layers.vllm.rope_attention import attend_heads
 
 _add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
 _gate_up_quant = direct("gate_up_quant")
@@ -107,9 +100,6 @@ def _takes_codes(projection: Any, x: QuantizedActivation) -> bool:
 class _FusedNorms:
     """``forward`` of Llama-style layers: attention and MLP, a norm before each."""
 
-    # set in a model's last layer, which may finish some of the tokens only
-    last: LastBlock | None = None
-
     def forward(
         self: Any,
         positions: torch.Tensor,
@@ -119,20 +109,7 @@ class _FusedNorms:
         x, residual = norm_for(
             self.input_layernorm, self.self_attn.qkv_proj, hidden_states, residual
         )
-        if self.last is not None and takes_codes(self.mlp.gate_up_proj):
-            return self.last(attend_heads(self.self_attn, positions, x), residual)
         hidden_states = self.self_attn(positions=positions, hidden_states=x)
-        return self._mlp(hidden_states, residual)
-
-    def finish(
-        self: Any, output: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows attention, whose heads gave ``output`` [T, heads * head_dim]."""
-        return self._mlp(self.self_attn.o_proj(output)[0], residual)
-
-    def _mlp(
-        self: Any, hidden_states: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = norm_for(
             self.post_attention_layernorm, self.mlp.gate_up_proj, hidden_states, residual
         )
@@ -151,7 +128,7 @@ class OssQwen3DecoderLayer(_FusedNorms, Qwen3DecoderLayer):
     """Qwen3's layer."""
 
 
-class OssMistralDecoderLayer(_FusedNorms, MistralDecoderLayer):
+class OssMistralDecoderLayer(MistralDecoderLayer):
     """Mistral's layer; one with time-conditioned norms runs as in vLLM."""
 
     def forward(
@@ -163,8 +140,8 @@ class OssMistralDecoderLayer(_FusedNorms, MistralDecoderLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention and MLP, a norm before each."""
         if self.ada_rms_norm_t_cond is not None:
-            return MistralDecoderLayer.forward(self, positions, hidden_states, residual, t_cond)
-        return super().forward(positions, hidden_states, residual)
+            return super().forward(positions, hidden_states, residual, t_cond)
+        return _FusedNorms.forward(self, positions, hidden_states, residual)
 
 
 class OssTransformerBlock(TransformerBlock):
@@ -172,8 +149,6 @@ class OssTransformerBlock(TransformerBlock):
 
     # the next block's norm, where this one's experts may run it (experts/block.py)
     following: Following | None = None
-    # set in a model's last block, which may finish some of the tokens only
-    last: LastBlock | None = None
 
     def forward(
         self,
@@ -185,19 +160,10 @@ class OssTransformerBlock(TransformerBlock):
         x = hidden_states
         if not isinstance(x, QuantizedActivation):
             x, residual = norm_for(self.input_layernorm, self.attn.qkv_proj, x, residual)
-        assert residual is not None
-        if self.last is not None and are_native(self.mlp, residual):
-            return self.last(attend_heads(self.attn, positions, x), residual)
         hidden_states = self.attn(x, positions)
+        assert residual is not None
         if joins(self, hidden_states):
             return norm_experts_norm(self, hidden_states, residual)
-        return norm_and_experts(self.post_attention_layernorm, self.mlp, hidden_states, residual)
-
-    def finish(
-        self, output: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows attention, whose heads gave ``output`` [T, heads * head_dim]."""
-        hidden_states = self.attn.o_proj(output)[0]
         return norm_and_experts(self.post_attention_layernorm, self.mlp, hidden_states, residual)
 
 

@@ -41,7 +41,6 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
-from oss_fused.layers.vllm.last_block import read_rows, take_rows
 
 _OP = "oss_fused::rope_attention"
 # tokens up to which qkv_rope_kv measured faster than projection and rope_kv
@@ -83,9 +82,6 @@ def rope_attention(
 ) -> None:
     """Rotate q and k of ``qkv``, write k and v to the cache, attend into ``output``.
 
-    In the last decoder layer only some tokens may attend: their rows are the first of ``output``
-    (last_block.py).
-
     Args:
         qkv: [T, (heads + 2 kv_heads) * head_dim] as the projection leaves it.
         positions: [T].
@@ -94,7 +90,7 @@ def rope_attention(
         codes: [T, K], input of the projection where ``qkv`` is project_unless_fused's.
         scale: [T, 1] of the codes.
     """
-    metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     rows, heads, size = output.shape
     keys, values = qkv[:, heads * size :].view(rows, 2, layer.num_kv_heads, size).unbind(1)
     if slots is None:
@@ -105,10 +101,6 @@ def rope_attention(
         projected = (codes, scale) if few else (qkv,)
         query = layer.impl.rope(layer, projected, positions, cache, slots)
         query = query.view(rows, heads, size)
-    read = read_rows(layer.impl)
-    if read is not None:
-        layer.impl.decode(layer, take_rows(query, read), cache, metadata, output[: len(read)])
-        return
     # keys and values are in the cache: attention reads only their shape
     unified_attention_with_output(query, keys, values, output, layer_name)
 
@@ -226,12 +218,6 @@ def _is_token_wise(x: torch.Tensor | QuantizedActivation) -> bool:
 
 def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch.Tensor:
     """``o_proj(attention(rope(qkv_proj(hidden_states))))`` of a module that fits."""
-    output = attend_heads(attention, positions, hidden_states)
-    return attention.o_proj(output.view(output.shape[0], -1))[0]
-
-
-def attend_heads(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch.Tensor:
-    """``attention(rope(qkv_proj(hidden_states)))`` [T, heads, head_dim] of a module that fits."""
     layer, linear = attention.attn, attention.qkv_proj
     codes, scale = None, None
     if layer.impl.rope.joins and _is_token_wise(hidden_states):
@@ -251,7 +237,7 @@ def attend_heads(attention: Any, positions: torch.Tensor, hidden_states: Any) ->
     )
     name = _encode_layer_name(layer.layer_name)
     torch.ops.oss_fused.rope_attention(qkv, positions, output, name, codes, scale)
-    return output
+    return attention.o_proj(output.view(qkv.shape[0], -1))[0]
 
 
 class _FromProjection:

@@ -62,19 +62,12 @@ def join_blocks(
 
 def joins(block: Any, x: torch.Tensor) -> bool:
     """Whether ``norm_moe_norm`` runs the experts of ``block``, whose input is like ``x`` [T, H]."""
-    following = block.following
+    following, mlp = block.following, block.mlp
     return (
         following is not None
-        and get_input_quant_key(following.reader) is not None
-        and are_native(block.mlp, x)
-    )
-
-
-def are_native(mlp: Any, x: torch.Tensor) -> bool:
-    """Whether router and experts of ``mlp`` run in native kernels of this rank, for x [T, H]."""
-    return (
-        x.is_cuda
+        and x.is_cuda
         and router_joins_norm(mlp, x.dtype)
+        and get_input_quant_key(following.reader) is not None
         and _is_alone(mlp.experts.routed_experts, x.shape[1])
     )
 
