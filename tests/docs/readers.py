@@ -20,21 +20,21 @@ def load(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def _short_loads(model: str) -> list[Any]:
+def short_loads(model: str) -> list[Any]:
     cells = load(f"h200/{model}/results.json")["cells"]
     return [cell for cell in cells if cell["input_len"] == 128]
 
 
 def served(model: str, arm: str | None, figure: str) -> list[float]:
     """Median milliseconds of a comparison's loads, steady ones only; None: the best baseline's."""
-    cells = _short_loads(model)
+    cells = short_loads(model)
     name = f"p50_{figure}_ms"
     arms = [cell["arms"][arm or cell["baselines"][name]] for cell in cells]
     return [each["figures"][name] for each in arms if figure == "tpot" or each["steady"]]
 
 
 def ratios(model: str, arm: str, figure: str) -> list[float]:
-    cells = _short_loads(model)
+    cells = short_loads(model)
     name = f"p50_{figure}_ms"
     told = []
     for cell in cells:

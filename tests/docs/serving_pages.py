@@ -22,6 +22,7 @@ from tests.docs.readers import (
     profile,
     ratios,
     served,
+    short_loads,
     speedup,
     startup,
     texts,
@@ -166,6 +167,48 @@ def _longer() -> Passages:
     ]
 
 
+def _few_requests() -> Passages:
+    """Later runs at a few requests: gpt-oss-20b and Llama, against one baseline each."""
+    model = "served_gpt_oss_20b_few"
+    rates = {cell["concurrency"]: cell["arms"]["oss_fp8"] for cell in short_loads(model)}
+    told = [rates[number] for number in (1, 8)]
+    prompts = dict(zip((4, 1), _pairs(model, "p50_ttft_ms", 4096)))
+    name, llama = "output_throughput", "served_llama_8b"
+    found: Passages = [
+        (
+            "{:.0f} output tokens per second at one request and {:.0f} at 8, {:.2f} and {:.2f}",
+            [each["figures"][name] for each in told]
+            + [each["ratios"][name]["median"] for each in told],
+        ),
+        ("A token of one request takes {:.2f} ms", [rates[1]["figures"]["p50_tpot_ms"]]),
+        (
+            "{:.1f} ms at one request (Triton experts {:.1f}), and after {:.1f} ms at four",
+            [*reversed(prompts[1]), prompts[4][1]],
+        ),
+        (
+            "after {:.1f} ms at one request ({:.1f}).",
+            [x for theirs, own in _pairs(llama, "p50_ttft_ms", 4096) for x in (own, theirs)],
+        ),
+        (
+            "first tokens are {:.2f}, {:.2f} and {:.2f} at 1, 8 and 32 requests",
+            ratios(llama, "oss_fp8", "ttft"),
+        ),
+        (f"| {' | '.join(['{:.2f}'] * 4)} |", ratios(llama, "oss_fp8", "tpot")),
+    ]
+    runs = load(f"h200/{llama}/results.json")["measurements"]
+    for arm, form in (
+        ("fp8_per_channel", "its two runs took {:.0f} and {:.0f} ms"),
+        ("oss_fp8", "those of oss_fp8 {:.0f} and {:.0f}."),
+    ):
+        own = [run for run in runs if (run["arm"], run["concurrency"]) == (arm, 128)]
+        found.append((form, [run["figures"]["p50_ttft_ms"] for run in own]))
+    for figure, digits in (("p50_tpot_ms", 2), ("p50_ttft_ms", 1)):
+        pairs = _pairs(llama, figure, 128)
+        row = " | ".join([f"{{:.{digits}f}} / {{:.{digits}f}}"] * len(pairs))
+        found.append((f"FP8 per channel / oss_fp8 | {row} |", [x for pair in pairs for x in pair]))
+    return found
+
+
 def _busy_host() -> Passages:
     """One request while the engine shares its core: baseline, single steps, bursts."""
     (found,) = load("h200/busy_host_gpt_oss_20b/results.json")["cells"]
@@ -215,7 +258,14 @@ def _api_server() -> Passages:
 
 
 def decode() -> Passages:
-    found = _served_rows(bare=False) + _longer() + _busy_host() + _max_load() + _api_server()
+    found = (
+        _served_rows(bare=False)
+        + _longer()
+        + _few_requests()
+        + _busy_host()
+        + _max_load()
+        + _api_server()
+    )
     found += h100_pages.decode()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
