@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT
-"""The vLLM plugin: the one part of the package that imports vLLM."""
+"""The vLLM plugin: what integrates with vLLM and is no layer; those are in layers/vllm."""

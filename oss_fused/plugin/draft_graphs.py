@@ -3,8 +3,8 @@
 
 For d drafts vLLM replays two graphs, the head's first pass and the other d - 1, and launches ten
 kernels around them: it joins and combines the target's hidden states, and copies them,
-temperatures and seeds. One graph holds all that depends on no host value. Before it go the ids and
-positions of the first pass, by vLLM's kernel. Steps with prompts draft as in vLLM.
+temperatures and seeds. One graph holds all that depends on no host value. Before the graph, vLLM's
+kernel writes the ids and positions of the first pass. Steps with prompts draft as in vLLM.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """What an EAGLE head gets of this package: decode attention, and drafts of its own vocabulary.
 
 For a greedy draft vLLM spreads the head's logits over the served model's vocabulary, three times
-as large, and looks for the largest there: a fill, a scatter and a reduction in every pass of the
-head. The largest of the head's own logits is the same draft. vLLM has that as an option, which
-saves the gathering of logits between tensor-parallel ranks. On one rank it is one launch,
+as large, and takes the largest there: a fill, a scatter and a reduction in every pass of the head.
+The largest of the head's own logits is the same draft. vLLM has an option for that, which also
+gathers no logits between tensor-parallel ranks. On one rank this package takes one launch,
 ``greedy_tokens``.
 """
 

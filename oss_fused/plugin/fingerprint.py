@@ -4,7 +4,7 @@
 vLLM hashes its own configuration, not the sources or settings of a plugin. Without this module it
 would reuse a graph that was compiled with other kernels or settings. ``additional_config`` is part
 of the hash, which vLLM computes at the first forward pass, after the model is built. It holds the
-options of this package, and the fingerprint that this module adds.
+options of this package and, by this module, the fingerprint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Everything of vLLM that this package depends on.
+"""What this package calls, replaces and overrides of vLLM; hooks_read.py has what it reads.
 
-compat.py compares these lists, and that of hooks_read.py, with the installed vLLM, and
-CONTRIBUTING.md says how they take a new release in. A path is ``package.module:Class.member``,
+compat.py compares the lists of both files with the installed vLLM. CONTRIBUTING.md says how to take
+a new release in. A path is ``package.module:Class.member``,
 spelled as this package imports it.
 """
 

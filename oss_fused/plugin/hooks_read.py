@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What this package reads of vLLM's classes and modules; the other hooks are in hooks.py."""
+"""What this package reads of vLLM's classes and modules; hooks.py has the other hooks."""
 
 from __future__ import annotations
 

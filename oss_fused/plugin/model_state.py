@@ -5,7 +5,7 @@ A step of gpt-oss-20b at batch 1 takes 1.3 ms on an H200, less than vLLM takes t
 one. In vLLM's model runner V2 a model can bring its own ``ModelState``. ``OssModelState`` skips
 work whose result is not read, or known before:
 
-- attention metadata of a step that replays a CUDA graph: our decode kernel reads block table,
+- attention metadata of a step that replays a CUDA graph: the decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before. An EAGLE draft model
   gets it where it asks for it: its own graphs do not;
 - positions and counts of a batch in which every request takes one token;
@@ -97,7 +97,7 @@ class OssModelState(DefaultModelState):
     ) -> dict[str, Any]:
         """Metadata of each layer; none where a graph of decode steps is replayed."""
         replayed = cudagraph_mode == CUDAGraphMode.FULL and not kwargs.get("for_capture")
-        # graphs of mixed batches run FlashAttention
+        # attention in a graph of a mixed batch reads its metadata
         mode = self.vllm_config.compilation_config.cudagraph_mode
         decodes = self.decodes and mode.mixed_mode() != CUDAGraphMode.FULL
         make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Model classes: vLLM's own, changed only where the quantisation is oss_fp8.
 
-Three changes: decoder layers hand quantised activations from the norm to the projections (see
-decoder.py; the option fused_layers=false leaves that out), gpt-oss gets a quantised lm_head and
-loads every layout of experts, and a tensor that the checkpoint lacks is an error.
+- Layers: norms hand quantised activations to the projections (decoder.py), RoPE and cache write
+  are one kernel (rope_attention.py), attention is native (attention.py). The options
+  fused_layers=false and attention_kernels="vllm" leave these out.
+- Steps: model_state.py and CUDA graphs of the head, unless short_step=false; the monitor.
+- Weights: gpt-oss gets a quantised lm_head and loads every layout of experts; a tensor that the
+  checkpoint lacks is an error.
 """
 
 from __future__ import annotations

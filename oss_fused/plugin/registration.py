@@ -41,9 +41,8 @@ _monitored = False
 def register_all() -> None:
     """Register with vLLM, once a process; models load on first use.
 
-    Nothing is raised: servers of other models load this plugin too. Where vLLM is of another
-    release, none of its classes changes, one line is logged, and a model that asks for oss_fp8
-    gets the error.
+    Nothing is raised: servers of other models load this plugin too. Where vLLM lacks a hook, none
+    of its classes changes, one line is logged, and a model that asks for oss_fp8 gets the error.
     """
     global _registered
     if _registered:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Greedy requests with drafts: which drafts are right, in two launches.
 
-vLLM's rejection sampler launches seven kernels, of which six serve requests with a temperature. Of
-a greedy request a draft is right where it is the likeliest token, and so are all drafts before it.
+vLLM's rejection sampler launches seven kernels, six of them for requests with a temperature. A
+draft of a greedy request is right if it and all drafts before it are the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class OssRejectionSampler(RejectionSampler):
 def shorten_verification(runner: Any) -> None:
     """Give ``runner`` an OssRejectionSampler in place of vLLM's, if its sampler is ours.
 
-    ``verify_drafts`` does vLLM's synthetic acceptance, too, so that a benchmark with it takes the
-    steps of a server. Other methods keep vLLM's sampler, and so do batches whose rows only the
+    ``verify_drafts`` also does vLLM's synthetic acceptance, so that a benchmark with it runs the
+    kernels of a server. Other methods keep vLLM's sampler, and so do batches whose rows only the
     device knows.
     """
     found, drafts = runner.rejection_sampler, runner.vllm_config.speculative_config

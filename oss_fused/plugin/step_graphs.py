@@ -27,7 +27,7 @@ GRAPH_TOKENS = 4096
 # tokens of the largest step that is one graph: with more, the device takes longer than the host
 WHOLE_TOKENS = 1024
 # tokens of the smallest one: more than decode attention takes of a sequence, so that a recorded
-# batch runs FlashAttention, which takes any mix of prompts and decoding sequences
+# batch runs a kernel that takes any mix of prompts and decoding sequences
 LEAST_TOKENS = 16
 
 # methods of speculative decoding

@@ -70,8 +70,8 @@ class ServingOptions(BaseModel):
             where they measure faster, "native" always, "vllm" never.
         expert_activations: of native MXFP4 experts: "bf16" keeps them, "fp8" quantises them in
             steps of 256 tokens and more, "auto" in steps of 512 and more.
-        attention_kernels: "auto" runs decode attention in the native kernel where it applies,
-            "vllm" leaves all attention to vLLM's backend.
+        attention_kernels: "auto" runs decode attention, and prompts in short windows, in native
+            kernels where they apply; "vllm" leaves all attention to vLLM's backend.
         fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,
             vLLM's model classes.
         short_step: fewer host operations per step (plugin/model_state.py, plugin/scheduler.py,

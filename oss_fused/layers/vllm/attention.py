@@ -6,7 +6,7 @@ A decode batch has one token per sequence, or up to 1 + d where a step verifies 
 context. Prompts run ``window_attention`` where a layer's window is short. Other batches run
 FlashAttention, and so does what the kernels lack: soft cap, ALiBi, context parallelism, prefix-LM
 masks. Metadata, cache layout and cache writes are vLLM's in all cases, so each batch can choose.
-The option attention_kernels="vllm" turns the native kernel off.
+The option attention_kernels="vllm" turns both native kernels off.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = init_logger(__name__)
 
 
 class OssAttentionImpl(FlashAttentionImpl):
-    """FlashAttention, with decode batches in decode_attention."""
+    """FlashAttention, but decode batches and prompts in short windows run native kernels."""
 
     arrivals: torch.Tensor
     max_rows: int
@@ -49,7 +49,7 @@ class OssAttentionImpl(FlashAttentionImpl):
     rope: Any = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Compile the kernel for every number of splits, so that no request waits for it."""
+        """Compile both kernels, for every number of splits, so that no request waits for them."""
         super().process_weights_after_loading(act_dtype)
         # after sleep the memory has arbitrary content until the reload
         self.arrivals.zero_()
@@ -99,7 +99,8 @@ class OssAttentionImpl(FlashAttentionImpl):
     def _reads_windows(self, attn_metadata: FlashAttentionMetadata) -> bool:
         """Whether window_attention runs a step with prompts, of which each has programs of its own.
 
-        A graph of a mixed batch is recorded for as many sequences as it may have.
+        In a graph of a mixed batch all sequences count that it may hold: it runs FlashAttention
+        unless --max-num-seqs is small.
         """
         least = _PROMPT_TOKENS * attn_metadata.seq_lens.shape[0]
         return _is_window_short(self) and attn_metadata.num_actual_tokens >= least
@@ -174,7 +175,7 @@ class OssAttentionImpl(FlashAttentionImpl):
 
 
 def adopt_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the attention layers of ``model`` that can use it the native decode kernel.
+    """Give the attention layers of ``model`` that can use them the native kernels.
 
     The implementation object changes its class, because vLLM has no hook between a backend and
     its implementation. A new backend would lose the special cases that vLLM has for this name.
