@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import streaming
-from harness.arguments import positive, writable
+from harness.arguments import output_file, positive
 from harness.arms import CPU_ENVIRONMENT
 from harness.model_factory import get_shape, make_model
 from harness.processes import signals_as_exceptions
@@ -40,10 +40,6 @@ def main() -> int:
     args = parser.parse_args()
     if len(args.step_ms) != len(args.requests):
         parser.error(f"--step-ms {args.step_ms}: expected one per number of requests")
-    try:
-        writable(args.output)
-    except OSError as error:
-        parser.error(f"--output {args.output}: cannot be written: {error}")
     loads = list(zip(args.requests, args.step_ms))
     try:
         with signals_as_exceptions(), tempfile.TemporaryDirectory() as scratch:
@@ -76,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--step-ms", type=float, nargs="+", default=[5.6, 7.0, 16.0], help="one for each of them")
     add("--tokens", type=positive, default=128, help="of an answer (default: 128)")
     add("--repeats", type=positive, default=2, help="pairs of runs (default: 2)")
-    add("--output", type=Path, required=True, metavar="FILE", help="JSON to write")
+    add("--output", type=output_file, required=True, metavar="FILE", help="JSON to write")
     return parser
 
 

@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import decode, decode_figures, decode_profile, decode_report, summary
-from harness.arguments import writable
+from harness.arguments import output_folder, summary_file
 from harness.arms import Arm, check_model, parse_arm
 from harness.decode_limits import load_config, step_bytes
 from harness.processes import Terminated, signals_as_exceptions
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--arm", action="append", default=[], metavar="ARM", help="repeat it; see above")
     add("--baseline", action="append", default=[], metavar="NAME", help="arms to compare with")
-    add("--output", type=Path, help="folder for the results")
+    add("--output", type=output_folder, help="folder for the results")
     add("--name", help="of the model in the summary, such as gpt_oss_20b (default: the folder's)")
     add("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences that decode")
     add("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="their prompts' tokens")
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
     add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
     add("--after", type=int, metavar="PID", help="start, but measure when this process has ended")
-    add("--summary", type=Path, help="flat JSON to merge the speed-ups into")
+    add("--summary", type=summary_file, help="flat JSON to merge the speed-ups into")
     add("--summary-prefix", default="", help="before the figures' names, such as h100")
     add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
     return parser
@@ -130,10 +130,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
     args.baseline = args.baseline or names[:-1]
     if not set(args.baseline) <= set(names[:-1]):
         parser.error(f"--baseline {args.baseline}: expected some of {', '.join(names[:-1])}")
-    try:
-        writable(args.output / "results.json")
-    except OSError as error:
-        parser.error(f"--output {args.output}: cannot be written: {error}")
     return arms
 
 

@@ -20,7 +20,7 @@ import signal
 import sys
 from pathlib import Path
 
-from harness.arguments import output_folder
+from harness.arguments import output_folder, summary_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,7 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=output_folder, help="folder for the files above")
-    parser.add_argument("--summary", type=Path, help="summary.json to merge the figures into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="summary.json to merge the figures into"
+    )
     parser.add_argument("--groups", nargs="*", default=[], help="groups to run (default: all)")
     parser.add_argument("--contains", default="", help="only cases whose name contains this text")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from harness import decode, decode_figures, processes, summary
-from harness.arguments import positive, writable
+from harness.arguments import output_file, positive, summary_file
 from harness.arms import CPU_ENVIRONMENT, Arm, check_model
 from harness.decode_limits import load_config
 
@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_model(args.model)
         config = load_config(args.model)
-        writable(args.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     results: dict[str, Any] = {
@@ -86,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help="checkpoint folder")
-    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--output", type=output_file, required=True, help="JSON file to write")
     add("--name", help="of the model in the summary (default: the folder's)")
     add(
         "--contexts", type=positive, nargs="+", default=list(CONTEXTS), help="tokens of the prompts"
@@ -97,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
     add("--startup-timeout", type=float, default=400.0, help="seconds to start (default: 400)")
-    add("--summary", type=Path, help="flat JSON for the speed-up at the longest context")
+    add("--summary", type=summary_file, help="flat JSON for the speed-up at the longest context")
     return parser
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from harness.arguments import output_folder
+from harness.arguments import output_folder, summary_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=output_folder, required=True, help="folder for moe.json")
-    parser.add_argument("--summary", type=Path, help="summary.json to merge the figures into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="summary.json to merge the figures into"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="tokens")
     parser.add_argument("--experts", type=int, default=32, help="32 (20b) or 128 (120b)")
     parser.add_argument("--layers", type=int, default=4, help="layers' weights to rotate")

@@ -18,10 +18,9 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from harness.arguments import positive, writable
+from harness.arguments import output_file, positive
 from harness.arms import check_model
 
 NEVER = 10**9
@@ -35,7 +34,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("model", help="folder of a checkpoint in bf16, or of gpt-oss in MXFP4")
-    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--output", type=output_file, required=True, help="JSON file to write")
     add(
         "--batches",
         type=positive,
@@ -51,7 +50,6 @@ def main() -> int:
     args = parser.parse_args()
     try:
         check_model(args.model)
-        writable(args.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

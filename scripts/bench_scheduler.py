@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.arguments import writable
+from harness.arguments import output_file
 from harness.model_factory import get_shape, make_model
 
 from oss_fused.bench.report import text_table
@@ -139,10 +139,6 @@ def main() -> int:
         given = getattr(args, name)
         if min(np.atleast_1d(given)) < 1:
             parser.error(f"--{name} {given}: expected at least 1")
-    try:
-        writable(args.output)
-    except OSError as error:
-        parser.error(f"--output {args.output}: cannot be written: {error}")
     with tempfile.TemporaryDirectory(prefix="oss-fused-scheduler-") as folder:
         config = make_config(Path(folder) / "model", max(args.requests))
     loads = [
@@ -171,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--output", type=output_file, required=True, help="JSON file to write")
     add("--requests", type=int, nargs="+", default=[1, 32, 128, 256], help="that decode at once")
     add("--contexts", type=int, nargs="+", default=[128, 1024], help="tokens of a prompt")
     add("--steps", type=int, default=96, help="decode steps a load (default: 96)")

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from harness import streaming
-from harness.arguments import positive, writable
+from harness.arguments import output_file, positive, summary_file
 from harness.compare_options import argument
 from harness.grid import parse_lengths
 from harness.processes import Terminated, signals_as_exceptions
@@ -51,8 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
     add("--after", type=positive, metavar="PID", help="measure when this process has ended")
-    add("--output", type=Path, required=True, metavar="FILE", help="JSON of every run")
-    add("--summary", type=Path, metavar="FILE", help="flat JSON to merge the figures into")
+    add("--output", type=output_file, required=True, metavar="FILE", help="JSON of every run")
+    add("--summary", type=summary_file, metavar="FILE", help="flat JSON to merge the figures into")
     add("--summary-prefix", metavar="NAME", default="served", help="of them (default: served)")
     return parser
 
@@ -65,7 +65,6 @@ def main() -> int:
     lengths = args.pop("lengths")
     plan = streaming.Plan(inputs=lengths.inputs, outputs=lengths.outputs, **args)
     try:
-        writable(output)
         vocabulary = streaming.vocabulary_of(plan.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.arguments import positive, writable
+from harness.arguments import output_file, positive
 
 TOKENS, PROMPT = 96, list(range(10, 74))
 # of the calibrated scale: every linear saturates
@@ -46,14 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--output", type=output_file, required=True, help="JSON file to write")
     add("--size", default="8b", choices=("8b", "tiny"), help="of the Llama (default: 8b)")
     add("--layers", type=positive, default=4, help="default: 4")
     args = parser.parse_args(argv)
-    try:
-        writable(args.output)
-    except OSError as error:
-        parser.error(str(error))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from oss_fused.environment import fingerprint
     from oss_fused.files import write_json

@@ -19,6 +19,7 @@ import json
 import sys
 from pathlib import Path
 
+from harness.arguments import output_file, output_folder
 from harness.calibration_report import (
     FOLDER,
     append_trend,
@@ -59,9 +60,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="calibrated checkpoint, with calibration.json")
     add("--quality", type=Path, metavar="JSON", help="what scripts/evaluate.py wrote of it")
-    add("--trend", type=Path, metavar="JSON", help="file that keeps the last 100 runs")
+    add("--trend", type=output_file, metavar="JSON", help="file that keeps the last 100 runs")
     add("--thresholds", type=Path, metavar="JSON", help="limits; exit code 1 above one")
-    add("--output", type=Path, metavar="DIR", help=f"default: FOLDER/{FOLDER}")
+    add("--output", type=output_folder, metavar="DIR", help=f"default: FOLDER/{FOLDER}")
     return parser.parse_args(argv)
 
 

@@ -84,8 +84,10 @@ def main(argv: list[str] | None = None) -> int:
     report = make_report(rows)
     print(report.text(), file=sys.stderr, end="")
     if args.markdown:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
         args.markdown.write_text(report.markdown())
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         args.plot.write_bytes(trend_chart(runs))
     failed = any(row.verdict.fails for row in rows)
     if args.adapt and not failed:

@@ -101,8 +101,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--summary: needs --summary-prefix, and an arm that is no baseline")
     if args.summary_arm and args.summary_arm not in candidates:
         parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(candidates)}")
-    check_json(parser, "--quality", args.quality, must_exist=True, key="texts")
-    check_json(parser, "--summary", args.summary)
+    if args.quality:
+        check_json(parser, "--quality", args.quality, "texts")
     try:
         for arm in args.arm:
             check_model(arm.model)
@@ -134,29 +134,17 @@ def is_comparison(folder: Path) -> bool:
 
 def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a usage error where --render cannot work."""
-    check_json(
-        parser, "--render", args.render / "results.json", must_exist=True, key="measurements"
-    )
-    check_json(parser, "--summary", args.summary)
+    check_json(parser, "--render", args.render / "results.json", "measurements")
     if args.summary and not args.summary_prefix:
         parser.error("--summary: needs --summary-prefix")
 
 
-def check_json(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    path: Path | None,
-    must_exist: bool = False,
-    key: str | None = None,
-) -> None:
-    """End with a usage error before anything is measured, unless ``path`` holds a JSON object."""
-    if path is None or not (must_exist or path.exists()):
-        return
+def check_json(parser: argparse.ArgumentParser, flag: str, path: Path, key: str) -> None:
+    """End with a usage error before anything is measured, unless ``path`` has ``key``."""
     try:
         found = json.loads(path.read_text())
-        if not isinstance(found, dict) or (key is not None and key not in found):
-            detail = f" with {key!r}" if key else ""
-            parser.error(f"{flag} {path}: expected a JSON object{detail}")
+        if not isinstance(found, dict) or key not in found:
+            parser.error(f"{flag} {path}: expected a JSON object with {key!r}")
     except (OSError, ValueError) as error:
         parser.error(f"{flag} {path}: cannot be read as JSON: {error}")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import summary
+from harness.arguments import output_file, summary_file
 
 from oss_fused.environment import has_gpu
 from oss_fused.files import write_json
@@ -79,9 +80,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", default="models", help="where checkpoints go (default: models)")
     parser.add_argument("--results", default="results/demo", help="where results go")
     parser.add_argument("--rounds", type=int, default=1, help="interleaved rounds of serving")
-    parser.add_argument("--record", type=Path, help="JSON for minutes and comparison; use --force")
+    parser.add_argument(
+        "--record", type=output_file, help="JSON for minutes and comparison; use --force"
+    )
     parser.add_argument("--note", default="", help="what that JSON says of the machine")
-    parser.add_argument("--summary", type=Path, help="flat JSON to merge minutes and ratio into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="flat JSON to merge minutes and ratio into"
+    )
     parser.add_argument("--force", action="store_true", help="run finished steps again")
     parser.add_argument("--no-gpt-oss", action="store_true", help="on a GPU: SmolLM2 alone")
     args = parser.parse_args()

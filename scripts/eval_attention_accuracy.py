@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import attention_accuracy, attention_regression
-from harness.arguments import output_file, share
+from harness.arguments import output_file, share, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     control.add_argument("--fp8-clip-threshold", type=float, help="default 0.03")
     control.add_argument("--thresholds", type=Path, help="JSON file that overrides the defaults")
     control.add_argument(
-        "--summary", type=output_file, help="summary.json that takes the p99 difference"
+        "--summary", type=summary_file, help="summary.json that takes the p99 difference"
     )
     control.add_argument("--trend", type=output_file, help="JSON file that keeps the last 100 runs")
     control.add_argument("--markdown", type=output_file, help="report to write; needs --trend")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import evaluate, summary
-from harness.arguments import writable
+from harness.arguments import output_file, summary_file
 from harness.arms import Arm, check_model, parse_arm
 from harness.needle import make_needles
 from harness.processes import Terminated
@@ -87,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--baseline", required=True, metavar="MODEL", help="the unquantised model")
     add("--candidate", required=True, action="append", metavar="MODEL", help="repeat for several")
     add("--text", required=True, nargs="+", type=Path, help="UTF-8 text files")
-    add("--output", required=True, type=Path, help="JSON file to write")
+    add("--output", required=True, type=output_file, help="JSON file to write")
     add("--window", type=int, default=512, help="tokens that see each other (default: 512)")
     add("--max-tokens", type=int, default=4096, help="tokens of each text (default: 4096)")
     add("--top-logprobs", type=int, default=300, help="tokens in the KL sum (default: 300)")
@@ -110,7 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lm-eval-limit", type=int, metavar="N", help="samples of each such task (default: all)")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--cache", type=Path, help="folder that keeps log-probabilities between runs")
-    add("--summary", type=Path, help="flat JSON to merge the candidates' worst factors into")
+    add(
+        "--summary", type=summary_file, help="flat JSON to merge the candidates' worst factors into"
+    )
     add(
         "--summary-name",
         nargs="+",
@@ -141,12 +143,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm
             parser.error(f"--lm-eval {path}: no such file; expected the YAML file of a task")
     if args.lm_eval and importlib.util.find_spec("lm_eval") is None:
         parser.error("--lm-eval: the package lm-eval is missing; pip install lm-eval")
-    if args.output.is_dir():
-        parser.error(f"--output {args.output}: is a folder; name a JSON file")
-    try:
-        writable(args.output)
-    except OSError as error:
-        parser.error(f"--output {args.output}: cannot be written: {error}")
     if args.summary and not args.summary_name:
         parser.error("--summary: needs --summary-name")
     if args.summary_name and len(args.summary_name) != len(args.candidate):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from harness import processes, summary
-from harness.arguments import writable
+from harness.arguments import output_file, summary_file
 from harness.arms import CPU_ENVIRONMENT, check_model, parse_arm
 from harness.decode_limits import load_config
 
@@ -53,7 +53,6 @@ def main() -> int:
         # an arm of compare.py, whose model is the common one
         arms = [parse_arm(with_model(text, args.model)) for text in args.arm]
         vocab = int(load_config(args.model)["vocab_size"])
-        writable(args.output)
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
     for name in ("sequences", "length"):
@@ -96,12 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="checkpoint folder of all arms")
     arm = "NAME=[VAR=VALUE ...] [flags]"
     add("--arm", action="append", required=True, metavar=arm, help="a set-up of vLLM; repeat it")
-    add("--output", type=Path, required=True, help="JSON file to write")
+    add("--output", type=output_file, required=True, help="JSON file to write")
     add("--sequences", type=int, default=16, help="prompts, which decode together (default: 16)")
     add("--length", type=int, default=256, help="tokens of each (default: 256)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
-    add("--summary", type=Path, help="flat JSON for the KL against bfloat16 in decode")
+    add("--summary", type=summary_file, help="flat JSON for the KL against bfloat16 in decode")
     add(
         "--summary-name",
         action="append",

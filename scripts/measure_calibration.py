@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.arguments import output_file
+from harness.arguments import output_file, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -206,7 +206,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", type=Path, help="folder of the checkpoint")
     add("--output", type=output_file, required=True, metavar="JSON", help="file to write")
-    add("--summary", type=output_file, metavar="JSON", help="file of named figures to add to")
+    add("--summary", type=summary_file, metavar="JSON", help="file of named figures to add to")
     add("--summary-name", default="calibration.peak_gib_20b", help="default: %(default)s")
     add("--summary-anonymous", metavar="NAME", help="name of the anonymous memory's peak there")
     add("--experts", default="auto", help="as calibrate.py takes it (default: auto)")

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import collective_bytes
-from harness.arguments import output_file, positive
+from harness.arguments import output_file, positive, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.bench.report import text_table
@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
-    parser.add_argument("--summary", type=output_file, help="summary.json to merge the figure into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="summary.json to merge the figure into"
+    )
     parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="processes")
     sizes = [2**20, 2**24]
     parser.add_argument(

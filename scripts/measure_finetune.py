@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from harness import finetune, summary
-from harness.arguments import output_file, output_folder
+from harness.arguments import output_file, output_folder, summary_file
 from harness.tiny_gpt_oss import Training, token_table, train_tiny
 
 from oss_fused.bench.report import text_table
@@ -90,7 +90,7 @@ def parse_args() -> argparse.Namespace:
     add("--output", type=output_file, default=output, help="JSON file to write")
     add(
         "--summary",
-        type=output_file,
+        type=summary_file,
         help="summary.json to add finetune.tiny.* to, with both models",
     )
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="default: both")

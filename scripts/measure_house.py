@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.arguments import output_file
+from harness.arguments import output_file, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.environment import fingerprint
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout (default: this one)")
     parser.add_argument("--output", type=output_file, help="JSON to write")
-    parser.add_argument("--summary", type=output_file, help="summary.json to add house.* to")
+    parser.add_argument("--summary", type=summary_file, help="summary.json to add house.* to")
     args = parser.parse_args(argv)
     if not (args.tree / PACKAGE / "__init__.py").is_file():
         print(f"measure_house: --tree={args.tree}: expected a checkout", file=sys.stderr)

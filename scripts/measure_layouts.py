@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from harness import layout_order
-from harness.arguments import output_file
+from harness.arguments import output_file, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.bench.report import text_table
@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
-    parser.add_argument("--summary", type=output_file, help="summary.json to merge the figure into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="summary.json to merge the figure into"
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--count", type=int, default=2**22, help="accesses of a pattern")

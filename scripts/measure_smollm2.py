@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from harness import summary, texts
-from harness.arguments import output_file, output_folder
+from harness.arguments import output_file, output_folder, summary_file
 
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
@@ -55,7 +55,7 @@ def main() -> int:
     add("--arms", nargs="+", choices=ARMS, default=ARMS, help="to compare (default: all)")
     output, summary = results / "cpu/smollm2_accuracy.json", results / "h200/summary.json"
     add("--output", type=output_file, default=output, help="JSON file to write")
-    add("--summary", type=output_file, default=summary, help="summary.json to merge figures into")
+    add("--summary", type=summary_file, default=summary, help="summary.json to merge figures into")
     args = parser.parse_args()
     try:
         texts.write_texts(args.work / "texts")

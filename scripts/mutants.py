@@ -35,6 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness.arguments import output_file, summary_file
 from harness.summary import merge_summary
 from harness.warm_pytest import TIMED_OUT, WarmPytest
 
@@ -114,12 +115,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=int, default=600, help="seconds for one run of tests (default: 600)")
     add(
         "--output",
-        type=Path,
+        type=output_file,
         default=Path("results/mutants.json"),
         help="JSON of all results, read first and written after each mutant "
         "(default: results/mutants.json)",
     )
-    add("--summary", type=Path, help="summary.json to add tests.mutants* to, if all have run")
+    add(
+        "--summary",
+        type=summary_file,
+        help="summary.json to add tests.mutants* to, if all have run",
+    )
     args = parser.parse_args(argv)
     for name in ("jobs", "timeout"):
         if getattr(args, name) < 1:

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
-from harness.arguments import output_file
+from harness.arguments import output_file, summary_file
 from harness.arms import check_model
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--serve-flags", type=shlex.split, default=[], metavar="FLAGS", help="as one word")
     add("--seed", type=int, default=0, help="of the mix (default: 0)")
     add("--output", type=output_file, required=True, metavar="FILE", help="JSON of everything seen")
-    add("--summary", type=output_file, metavar="FILE", help="flat JSON to merge soak.* into")
+    add("--summary", type=summary_file, metavar="FILE", help="flat JSON to merge soak.* into")
     return parser
 
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import tuning_recovery
+from harness.arguments import output_file, summary_file
 from harness.chapters import chapter
 from harness.summary import merge_summary
 from harness.tuning_differences import differences
@@ -87,11 +88,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="threads that compile ahead")
     parser.add_argument("--memory", type=float, default=0.0, help="weight of peak memory")
     parser.add_argument("--energy", type=float, default=0.0, help="weight of NVML energy")
-    parser.add_argument("--output", type=Path, help="JSON of configs, metrics and gains")
+    parser.add_argument("--output", type=output_file, help="JSON of configs, metrics and gains")
     parser.add_argument(
         "--table", type=Path, help="for tiles: table to update (default: this device's own)"
     )
-    parser.add_argument("--csv", type=Path, help="every config of every search, with its metrics")
+    parser.add_argument(
+        "--csv", type=output_file, help="every config of every search, with its metrics"
+    )
     parser.add_argument(
         "--differences",
         nargs=2,
@@ -102,7 +105,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds", type=float, help="tiles, recovery: begin no shape after this long"
     )
     parser.add_argument("--from", dest="source", help="for recovery: GPU whose tiles to try here")
-    parser.add_argument("--summary", type=Path, help="for recovery: JSON to merge the shares into")
+    parser.add_argument(
+        "--summary", type=summary_file, help="for recovery: JSON to merge the shares into"
+    )
     parser.add_argument("--list", action="store_true", help="print what the cache holds")
     parser.add_argument("--merge", type=Path, help="take over new and better entries of a file")
     args = parser.parse_args(argv)
@@ -276,6 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
         args.csv.write_text(trials_csv(results))
     if args.list:
         print(f"{len(cache.entries())} configs in {cache.path}", file=sys.stderr)

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.arguments import output_file, output_folder
+from harness.arguments import output_file, output_folder, summary_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--changed", action="store_true", help="skip what is recorded already")
     parser.add_argument("--count", action="store_true", help="run nothing")
     parser.add_argument("--output", type=output_file, help="JSON of the counts to write")
-    parser.add_argument("--summary", type=output_file, help="summary.json to add tutorial.* to")
+    parser.add_argument("--summary", type=summary_file, help="summary.json to add tutorial.* to")
     args = parser.parse_args(argv)
     if args.summary and not args.output:
         parser.error("--summary needs --output, the file that it names as the source")

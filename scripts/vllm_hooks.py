@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.arguments import output_file
+from harness.arguments import output_file, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.files import write_json
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--against", type=Path, metavar="FILE", help="recorded signatures (default: the newest)")
     add(
         "--summary",
-        type=output_file,
+        type=summary_file,
         metavar="FILE",
         help="summary.json to add compat.vllm_releases to",
     )

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -33,45 +37,67 @@ def share(text: str) -> float:
 
 
 def writable(path: Path) -> None:
-    """Find out before the work, not after it, whether ``path`` can be created.
+    """Find out before the work, not after it, whether ``path`` can be created; nothing is made.
 
     Raises:
         OSError: its folder cannot be made, or nothing can be written there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
+    folder = path.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def output_file(text: str) -> Path:
-    """A file to write, as argparse's ``type``.
+    """A file to write, as argparse's ``type``; its folder is made with it.
 
     Raises:
         ArgumentTypeError: it is a folder, or cannot be written.
     """
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected the name of a file")
-    return _writable_path(path, path)
+    with _usage_error(text):
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected the name of a file")
+        writable(path)
+    return path
+
+
+def summary_file(text: str) -> Path:
+    """A JSON file to merge figures into, as argparse's ``type``; it need not exist.
+
+    Raises:
+        ArgumentTypeError: it holds something else, or cannot be written.
+    """
+    path = output_file(text)
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a JSON object")
+    return path
 
 
 def output_folder(text: str) -> Path:
-    """A folder to write files into, as argparse's ``type``; it is made.
+    """A folder to write files into, as argparse's ``type``; it is made with the first of them.
 
     Raises:
         ArgumentTypeError: it is a file, or nothing can be written into it.
     """
     path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: is a file; expected the name of a folder")
-    return _writable_path(path, path / "file")
+    with _usage_error(text):
+        if path.exists() and not path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r}: is a file; expected the name of a folder")
+        writable(path / "file")
+    return path
 
 
-def _writable_path(path: Path, file: Path) -> Path:
+@contextmanager
+def _usage_error(text: str) -> Iterator[None]:
     try:
-        writable(file)
+        yield
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"{str(path)!r}: cannot be written: {error.strerror}; expected a place that can"
+            f"{text!r}: cannot be written: {error.strerror}; expected a place that can"
         ) from None
-    return path

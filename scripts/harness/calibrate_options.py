@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import output_file
 from oss_fused.errors import SchemeError
 from oss_fused.quant.pipeline import BOTH
 from oss_fused.quant.recipe import Recipe, load_recipe
@@ -62,7 +63,12 @@ def _add_run_options(add: Callable[..., Any]) -> None:
         metavar="FILE",
         help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
     )
-    add("--trend", type=Path, metavar="JSON", help="file that keeps figures of the last 100 runs")
+    add(
+        "--trend",
+        type=output_file,
+        metavar="JSON",
+        help="file that keeps figures of the last 100 runs",
+    )
     add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     add(
         "--max-shard-size",

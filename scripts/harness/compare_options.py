@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import positive
+from harness.arguments import positive, summary_file
 from harness.arms import parse_arm
 from harness.compare import QUESTION
 from harness.grid import Lengths, parse_lengths
@@ -133,7 +133,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
 def _add_results(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--quality", type=Path, help="JSON of evaluate.py, to include in the report")
-    add("--summary", type=Path, help="flat JSON to merge ratios into")
+    add("--summary", type=summary_file, help="flat JSON to merge ratios into")
     add("--summary-prefix", help="name before .tpot_ratio_c1 etc., such as main_job.gpt_oss_20b")
     add("--summary-key", default="ratio_c", help="name before the concurrency (default: ratio_c)")
     add("--summary-rate", help="name before it of the arm's output tokens/s (default: left out)")

@@ -156,7 +156,7 @@ def test_command_exit_codes(tmp_path, capsys):
     slow = write(tmp_path / "slow.json", results(row("a", 2.0), *BASE["rows"][1:]))
     bars = str(tmp_path / "bars.json")
     assert ci_check.main(["--thresholds", bars, "--results", good, "--adapt"]) == 0
-    table = str(tmp_path / "t.md")
+    table = str(tmp_path / "new" / "t.md")
     args = ["--thresholds", bars, "--results", slow, "--markdown", table, "--adapt"]
     before = Path(bars).read_text()
     assert ci_check.main(args) == 1
@@ -168,7 +168,7 @@ def test_command_exit_codes(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         ci_check.main(["--thresholds", str(tmp_path / "none.json"), "--results", good])
     assert caught.value.code == 2 and "none.json: no such file" in capsys.readouterr().err
-    history, plot = str(tmp_path / "h.json"), tmp_path / "p.png"
+    history, plot = str(tmp_path / "h.json"), tmp_path / "folder" / "p.png"
     args = ["--baseline", good, "--results", good, "--history", history, "--plot", str(plot)]
     assert ci_check.main(args) == 0 and plot.stat().st_size > 1000
     with pytest.raises(SystemExit) as caught:
