@@ -74,6 +74,7 @@ class BurstScheduler(AsyncScheduler):
     longest = 1
     auto = False
     num_lookahead_tokens: int
+    num_spec_tokens: int
     max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -119,7 +120,10 @@ class BurstScheduler(AsyncScheduler):
         """Whether the tokens of two prompts or more are still to be computed.
 
         A step that replays graphs then lets the first of them decode, while the others are read.
+        Where decoding requests fill more than half of it, prompts would hardly be read.
         """
+        if 2 * len(self.running) * (1 + self.num_spec_tokens) > self.graph_tokens:
+            return False
         read = (r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens)
         return len(self.waiting) + sum(1 for _ in islice(read, 2)) > 1
 
@@ -219,12 +223,14 @@ def largest_graph(config: VllmConfig) -> int:
     """Tokens of the largest step with prompts that replays graphs, if that is worth a limit.
 
     Several steps of GRAPH_TOKENS take no longer than one of their sum, whose operators are launched
-    from Python (docs/decode.md). Of smaller steps each reads all weights for fewer tokens.
+    from Python (docs/decode.md). Of smaller steps each reads all weights for fewer tokens. A prompt
+    or an input of an encoder that vLLM may not cut would wait for ever.
     """
-    graphs = config.compilation_config
+    graphs, scheduler = config.compilation_config, config.scheduler_config
     sizes, mode = graphs.cudagraph_capture_sizes or [0], graphs.cudagraph_mode
     recorded = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
-    return max(sizes) if recorded and max(sizes) >= GRAPH_TOKENS else sys.maxsize
+    cut = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
+    return max(sizes) if recorded and cut and max(sizes) >= GRAPH_TOKENS else sys.maxsize
 
 
 def _advance(request: Request, more: int) -> None:

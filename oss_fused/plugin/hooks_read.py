@@ -41,7 +41,8 @@ READ = {
         "world_size"
     ),
     "vllm.config.scheduler:SchedulerConfig": (
-        "async_scheduling max_num_batched_tokens max_num_seqs scheduler_cls"
+        "async_scheduling disable_chunked_mm_input enable_chunked_prefill max_num_batched_tokens "
+        "max_num_seqs scheduler_cls"
     ),
     "vllm.envs:VLLM_BATCH_INVARIANT": "",
     "vllm.envs:VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "",
@@ -116,7 +117,8 @@ READ = {
         "block_pool coordinator empty_kv_cache_blocks enable_caching"
     ),
     f"{_CORE}.sched.scheduler:Scheduler": (
-        "current_step kv_cache_manager max_model_len num_lookahead_tokens requests running"
+        "current_step kv_cache_manager max_model_len max_num_scheduled_tokens num_lookahead_tokens "
+        "num_spec_tokens requests running waiting"
     ),
     f"{_CORE}.sched.output:SchedulerOutput": (
         "finished_req_ids num_scheduled_tokens num_spec_tokens_to_schedule scheduled_new_reqs "

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.outputs import ModelRunnerOutput
 
+from oss_fused.plugin import burst
 from oss_fused.plugin.burst import SECONDS, BurstScheduler, StepTimes
 from tests.plugin.burst_schedulers import add, engine_config, make, small, steps
 
@@ -94,6 +95,34 @@ def test_the_largest_graph_limits_only_where_it_is_worth_it(config, monkeypatch)
         monkeypatch.setattr(graphs, "cudagraph_mode", mode)
         monkeypatch.setattr(graphs, "cudagraph_capture_sizes", sizes)
         assert make(config, BurstScheduler, small()).graph_tokens == most
+
+
+def test_prompts_are_read_beside_many_requests_that_decode(config):
+    """With 3 drafts they fill more than half of a graph."""
+    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
+    scheduler.graph_tokens, scheduler.num_spec_tokens = 32, 3
+    for name in "abcde":
+        add(scheduler, name, [1, 2, 3], 40)
+    read(scheduler, 2)
+    for name in "fg":
+        add(scheduler, name, list(range(60)), 9)
+    assert read(scheduler, 1) == [dict.fromkeys("abcde", 4) | {"f": 44}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"enable_chunked_prefill": False}, {"disable_chunked_mm_input": True}]
+)
+def test_prompts_that_may_not_be_cut_are_read(config, changes, monkeypatch):
+    """Two of them are longer than the largest graph."""
+    monkeypatch.setattr(burst, "GRAPH_TOKENS", 32)
+    monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE)
+    monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 32])
+    for name, value in changes.items():
+        monkeypatch.setattr(config.scheduler_config, name, value)
+    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
+    for name in "ab":
+        add(scheduler, name, list(range(50)), 9)
+    assert read(scheduler, 1)[0]["a"] == 50
 
 
 def test_a_full_server_goes_on_in_bursts(config):
