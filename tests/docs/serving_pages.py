@@ -29,24 +29,18 @@ from tests.docs.readers import (
 )
 
 
-def _served_rows(bare: bool) -> Passages:
-    """The served times: as rows per arm in the README, as pairs in decode.md."""
+def _served_rows() -> Passages:
+    """The served times, a row per arm."""
     found: Passages = []
     arm = "oss_fp8"
     for model in ("gpt_oss_20b", "llama_8b"):
         for figure, digits in (("tpot", 2), ("ttft", 1)):
             theirs, own = served(model, None, figure), served(model, arm, figure)
             cells = [f"{{:.{digits}f}}"] * len(theirs)
-            if bare:
-                found.append((f"ms | {' | '.join(cells)} |", theirs))
-                found.append((f"oss_fp8, ms | {' | '.join(cells)} |", own))
-            else:
-                pairs = " | ".join(f"{left} / {{:.{digits}f}}" for left in cells)
-                mixed = [x for i, y in enumerate(own) for x in (*theirs[i : i + 1], y)]
-                found.append((f"{pairs} |", mixed))
+            found.append((f"ms | {' | '.join(cells)} |", theirs))
+            found.append((f"oss_fp8, ms | {' | '.join(cells)} |", own))
             told = ratios(model, arm, figure)
-            form = "**{:.2f}x**" if bare else "{:.2f}"
-            found.append((f"| {' | '.join([form] * len(told))} |", told))
+            found.append((f"| {' | '.join(['**{:.2f}x**'] * len(told))} |", told))
     return found
 
 
@@ -75,7 +69,7 @@ def _demo() -> Passages:
 def readme() -> Passages:
     cost = ("decode", "kl")
     return [
-        *_served_rows(bare=True),
+        *_served_rows(),
         *h100_pages.readme(),
         *_demo(),
         _largest_load(),
@@ -258,14 +252,7 @@ def _api_server() -> Passages:
 
 
 def decode() -> Passages:
-    found = (
-        _served_rows(bare=False)
-        + _longer()
-        + _few_requests()
-        + _busy_host()
-        + _max_load()
-        + _api_server()
-    )
+    found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
