@@ -91,11 +91,12 @@ def use_ours(runner: Any, padded: int) -> Passes:
         batch: Any, metadata: Any, slots: Any, hidden: Any, seen: Any, *rest: Any, **o: Any
     ) -> Any:
         passes.batch, passes.first = batch, (metadata, slots)
-        # a graph leaves hidden states where they were, with padding
-        room = max(len(seen[0]), padded * (1 + speculator.num_speculative_steps))
-        seen = [torch.cat([x, x.new_zeros(room - len(x), x.shape[1])]) for x in seen]
+        # a graph leaves hidden states where they were, with padding behind the step's
+        tokens = len(seen[0])
+        room = max(tokens, padded * (1 + speculator.num_speculative_steps))
+        seen = [torch.cat([x, x.new_zeros(room - tokens, x.shape[1])]) for x in seen]
         speculator.target_graphs = SimpleNamespace(aux_hidden_states=seen)
-        return propose(batch, metadata, slots, hidden, seen, *rest, **o)
+        return propose(batch, metadata, slots, hidden, [x[:tokens] for x in seen], *rest, **o)
 
     speculator.propose = proposed
     return passes
