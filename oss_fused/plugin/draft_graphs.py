@@ -179,6 +179,8 @@ def _why_apart(runner: Any) -> bool:
     groups = [*speculator.attn_groups, *speculator.target_attn_groups]
     return bool(
         speculator.method != "eagle3"
+        # a head that reads the target's last hidden states alone
+        or not runner.use_aux_hidden_state_outputs
         # one draft has no later pass, and some attention is planned by the host before each
         or not speculator.supports_decode_metadata_update
         # sampled drafts read temperatures and seeds

@@ -153,6 +153,9 @@ READ = {
         "idx_mapping_np input_ids logits_indices num_draft_tokens num_reqs num_tokens positions "
         "seq_lens seq_lens_cpu_upper_bound"
     ),
+    f"{_WORKER}.model_runner:GPUModelRunner": (
+        "cudagraph_manager rejection_sampler speculator use_aux_hidden_state_outputs"
+    ),
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
     ),

@@ -150,9 +150,11 @@ def runner(kind=EagleSpeculator, **changes):
     parallel = {f"{name}_parallel_size": changes.pop(name, 1) for name in sizes}
     ubatching, lora = changes.pop("use_ubatching", False), changes.pop("lora_config", None)
     dynamic, mode = changes.pop("dynamic", False), changes.pop("mode", "FULL_AND_PIECEWISE")
+    seen = changes.pop("use_aux_hidden_state_outputs", True)
     vars(made).update(changes)
     return SimpleNamespace(
         speculator=made,
+        use_aux_hidden_state_outputs=seen,
         cudagraph_manager=mode and SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel, use_ubatching=ubatching),
@@ -185,6 +187,7 @@ def test_caches_that_are_set_up_twice(managers):
     [
         {"kind": NgramGPUSpeculator},
         {"method": "eagle"},
+        {"use_aux_hidden_state_outputs": False},
         {"supports_decode_metadata_update": False},
         {"draft_logits": torch.zeros(1)},
         {"acceptance_estimator": object()},
