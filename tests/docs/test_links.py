@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every link of the pages and chapters leads to a file, and to a heading where it names one."""
+"""Links of the pages and chapters lead to files and headings; sources that pages name exist."""
 
 from __future__ import annotations
 
@@ -58,6 +58,41 @@ def test_a_chapter_is_searched_in_its_text_only(tmp_path):
     chapter = tmp_path / "01-x.py"
     chapter.write_text("# %% [markdown]\n# [a](none.md)\n\n# %%\nx = '[b](none.py)'\n")
     assert broken(chapter, text_of(chapter)) == ["none.md"]
+
+
+# sources of vLLM and of Python's library
+ELSEWHERE = {
+    "model_states/default.py",
+    "rejection_sampler.py",
+    "sampler.py",
+    "single_type_kv_cache_manager.py",
+    "speculator.py",
+    "tarfile.py",
+    "textwrap.py",
+}
+# results and their notes have the names of their day
+PAGES = [path for path in SOURCES if path.suffix == ".md" and "results" not in path.parts]
+CODE = [
+    f"/{path.relative_to(ROOT).as_posix()}"
+    for folder in ("deploy", "docs", "examples", "oss_fused", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def unknown_sources(text: str) -> set[str]:
+    """Python files that ``text`` names and that this repository does not have."""
+    names = set(re.findall(r"`([\w./-]+\.py)`", text)) - ELSEWHERE
+    return {name for name in names if not any(path.endswith(f"/{name}") for path in CODE)}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_sources_exist(path):
+    assert not unknown_sources(path.read_text())
+
+
+def test_an_unknown_source_is_found():
+    text = "`gemm/portable.py` `portable.py` `gemm/swap.py` `sampler.py` swap.py"
+    assert unknown_sources(text) == {"gemm/swap.py"}
 
 
 def test_the_templates_and_appendices_are_searched():
