@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The start-up self-check: the loaded model against the log-probabilities in its checkpoint.
 
-Each worker runs the prompts of self_check.json behind vLLM's warm-up, through its own model
-runner, as vLLM's warm-up of kernels does. There is no scheduler yet: nothing that requests will
-see is touched but the contents of KV-cache blocks, which are written before they are read. The
-last pipeline stage has the log-probabilities; its error ends the start of all ranks.
+Each worker runs the prompts of self_check.json after vLLM's warm-up, through its own model runner,
+as vLLM's warm-up of kernels does. The scheduler is made later. Of what requests see, only contents
+of KV-cache blocks change, and requests write those before they read them. The last pipeline stage
+has the log-probabilities; its error ends the start of all ranks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """CUDA graphs of steps that read prompts.
 
 vLLM records decode steps as one graph, and steps with prompts in pieces: attention is launched from
-Python between the graphs of two layers' other operators. The host then takes longer than the device
-for up to about 1000 tokens, and for all operators above the largest recorded size. So:
+Python between the graphs of two layers' other operators. In steps of up to about 1000 tokens the
+host then takes longer than the device. Steps above the largest recorded size launch all operators
+from Python. So:
 
 - steps of up to WHOLE_TOKENS are recorded as one graph, attention included (``record_whole``);
 - steps of up to GRAPH_TOKENS are recorded in pieces (``graph_sizes``).

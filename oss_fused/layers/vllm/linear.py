@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """FP8 linear layers and FP8 lm_head of a served model.
 
-Weights are [N, K] float8_e4m3fn with a scale per output row. On a CPU they become bf16 once after
-loading, which holds every code, in the order that its bf16 instructions read: doing either at every
-call costs more than the product of few rows.
+Weights are [N, K] float8_e4m3fn with a scale per output row. A CPU holds them as bf16, which
+represents every code, in the order that its bf16 instructions read. Both happen once, after
+loading: at every call they would take longer than the product of few rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The file of layers that are served with 16-bit activations because they misbehaved in FP8.
 
-The monitor adds layers while a server runs; the next start reads them. Not at once: activations
-are quantised inside compiled and captured graphs, which would all have to be made anew.
+The monitor adds layers while a server runs; the next start reads them. Activations are quantised
+inside compiled and captured graphs, so a layer changes at once only with monitor_fallback="now"
+(fallback.py).
 """
 
 from __future__ import annotations
