@@ -3,7 +3,7 @@
 
 A step of gpt-oss-20b at batch 1 takes 1.3 ms on an H200, less than vLLM takes to prepare the next
 one. In vLLM's model runner V2 a model can bring its own ``ModelState``. ``OssModelState`` skips
-work whose result is not read, or known before:
+work whose result is not read, or is known before:
 
 - attention metadata of a step that replays a CUDA graph: the decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before. An EAGLE draft model
