@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.arguments import output_folder
+from harness.arguments import Help, output_folder
 from harness.comprehensive_report import Findings, kernel_summary, make_report
 from harness.model_graph import NAMED, Phase, load_config, meta_model, phase_graph
 from harness.model_report import Analysed, groups
@@ -40,9 +40,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"folder with config.json, or: {', '.join(NAMED)}")
     add(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import streaming
-from harness.arguments import output_file, positive
+from harness.arguments import Help, output_file, positive
 from harness.arms import CPU_ENVIRONMENT
 from harness.model_factory import get_shape, make_model
 from harness.processes import signals_as_exceptions
@@ -64,9 +64,7 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--requests", type=positive, nargs="+", default=[128, 200, 512], help="at once")
     add("--step-ms", type=float, nargs="+", default=[5.6, 7.0, 16.0], help="one for each of them")

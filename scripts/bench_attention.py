@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness.arguments import output_file
+from harness.arguments import Help, output_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,9 +31,7 @@ BATCHES, CONTEXTS = (1, 8, 32, 128), (128, 1024, 4096, 8192, 32768)
 
 def main() -> int:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences")
     parser.add_argument(

@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import decode, decode_figures, decode_profile, decode_report, summary
-from harness.arguments import output_folder, summary_file
+from harness.arguments import Help, output_folder, summary_file
 from harness.arms import Arm, check_model, parse_arm
 from harness.decode_limits import load_config, step_bytes
 from harness.processes import Terminated, signals_as_exceptions
@@ -74,12 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--arm", action="append", default=[], metavar="ARM", help="repeat it; see above")
-    add("--baseline", action="append", default=[], metavar="NAME", help="arms to compare with")
+    add(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an arm to compare with; repeat it (default: all but the last)",
+    )
     add("--output", type=output_folder, help="folder for the results")
     add("--name", help="of the model in the summary, such as gpt_oss_20b (default: the folder's)")
     add("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences that decode")

@@ -20,16 +20,14 @@ import signal
 import sys
 from pathlib import Path
 
-from harness.arguments import output_folder, summary_file
+from harness.arguments import Help, output_folder, summary_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_folder, help="folder for the files above")
     parser.add_argument(
         "--summary", type=summary_file, help="summary.json to merge the figures into"

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from harness import decode, decode_figures, processes, summary
-from harness.arguments import output_file, positive, summary_file
+from harness.arguments import Help, output_file, positive, summary_file
 from harness.arms import CPU_ENVIRONMENT, Arm, check_model
 from harness.decode_limits import load_config
 
@@ -80,9 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("model", help="checkpoint folder")
     add("--output", type=output_file, required=True, help="JSON file to write")

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from harness.arguments import output_folder
+from harness.arguments import Help, output_folder
 from harness.tuning_figures import (
     host_overhead,
     matmul_steps,
@@ -53,9 +53,7 @@ PARTS = ("overhead", "norm", "tuning", "matmul", "backends")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "--output", type=output_folder, required=True, help="folder of the JSON files"
     )

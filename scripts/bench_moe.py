@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from harness.arguments import output_folder, summary_file
+from harness.arguments import Help, output_folder, summary_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,9 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     from harness.moe_cases import BATCHES
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_folder, required=True, help="folder for moe.json")
     parser.add_argument(
         "--summary", type=summary_file, help="summary.json to merge the figures into"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.arguments import output_file
+from harness.arguments import Help, output_file
 from harness.model_factory import get_shape, make_model
 
 from oss_fused.bench.report import text_table
@@ -163,9 +163,7 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--output", type=output_file, required=True, help="JSON file to write")
     add("--requests", type=int, nargs="+", default=[1, 32, 128, 256], help="that decode at once")

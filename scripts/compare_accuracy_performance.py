@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness.arguments import output_folder, positive
+from harness.arguments import Help, output_folder, positive
 from harness.comprehensive_report import OURS, kernel_summary
 from harness.dashboard import DASHBOARD, alerts
 
@@ -114,9 +114,7 @@ def rows_of(path: Path) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run once, or hourly; returns the last exit code that was not 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_folder, default=Path("reports"), help="folder")
     parser.add_argument("--baseline", type=Path, help="accuracy_performance.json to compare with")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import summary
-from harness.arguments import output_file, summary_file
+from harness.arguments import Help, output_file, summary_file
 
 from oss_fused.environment import has_gpu
 from oss_fused.files import write_json
@@ -74,9 +74,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     """Command line of the demo."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--models", default="models", help="where checkpoints go (default: models)")
     parser.add_argument("--results", default="results/demo", help="where results go")
     parser.add_argument("--rounds", type=int, default=1, help="interleaved rounds of serving")

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import attention_regression
-from harness.arguments import output_folder
+from harness.arguments import Help, output_folder
 
 from oss_fused.bench.report import Report
 
@@ -62,9 +62,7 @@ def make_report(
 
 def main(argv: list[str] | None = None) -> int:
     """Write the report; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("accuracy", type=Path, help="JSON file of eval_attention_accuracy.py")
     parser.add_argument("--trend", type=Path, help="its trend")
     parser.add_argument("--thresholds", type=Path, help="its limits")

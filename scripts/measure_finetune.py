@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from harness import finetune, summary
-from harness.arguments import output_file, output_folder, summary_file
+from harness.arguments import Help, output_file, output_folder, summary_file
 from harness.tiny_gpt_oss import Training, token_table, train_tiny
 
 from oss_fused.bench.report import text_table
@@ -81,9 +81,7 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--work", type=output_folder, required=True, help="folder for texts and checkpoints")
     output = ROOT / "docs/results/cpu/finetune_mxfp4.json"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from harness import layout_order
-from harness.arguments import output_file, summary_file
+from harness.arguments import Help, output_file, summary_file
 from harness.summary import merge_summary
 
 from oss_fused.bench.report import text_table
@@ -31,9 +31,7 @@ from oss_fused.kernels.checks import check_device
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, write and print; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
     parser.add_argument(
         "--summary", type=summary_file, help="summary.json to merge the figure into"

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from harness import summary, texts
-from harness.arguments import output_file, output_folder, summary_file
+from harness.arguments import Help, output_file, output_folder, summary_file
 
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
@@ -43,9 +43,7 @@ ARMS = ("w8a16", "w8a8", *TARGETS)
 
 def main() -> int:
     """Run the steps that are not done yet."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     model, results = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "docs/results"
     add("--model", type=Path, default=model, help="made by make_smollm2.py")

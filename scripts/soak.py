@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness import soak
-from harness.arguments import output_file, summary_file
+from harness.arguments import Help, output_file, summary_file
 from harness.arms import check_model
 from harness.processes import Terminated, signals_as_exceptions
 from harness.summary import merge_summary
@@ -35,9 +35,7 @@ from oss_fused.files import write_json
 
 def make_parser() -> argparse.ArgumentParser:
     """Command line of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("model", metavar="MODEL", help="checkpoint folder")
     add("--minutes", type=float, default=30.0, help="of load (default: 30)")

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import tuning_recovery
-from harness.arguments import output_file, summary_file
+from harness.arguments import Help, output_file, summary_file
 from harness.chapters import chapter
 from harness.summary import merge_summary
 from harness.tuning_differences import differences
@@ -69,9 +69,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "target",
         nargs="?",
@@ -79,12 +77,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="what to tune",
     )
     parser.add_argument("--sizes", nargs="+", type=sizes, metavar="MxNxK", help="problem sizes")
-    parser.add_argument("--device", default="cuda:0", help="GPU; for simulate a description")
+    parser.add_argument(
+        "--device", default="cuda:0", help="GPU; for simulate the name or file of a description"
+    )
     parser.add_argument("--cache", type=Path, help="cache file (default: the user's)")
     parser.add_argument("--force", action="store_true", help="tune even what the cache has")
     parser.add_argument("--exhaustive", action="store_true", help="try every config")
-    parser.add_argument("--warmup-runs", type=int, default=10, help="of a config (10)")
-    parser.add_argument("--benchmark-runs", type=int, default=100, help="timed (100)")
+    parser.add_argument(
+        "--warmup-runs", type=int, default=10, help="runs of a config that are not timed"
+    )
+    parser.add_argument(
+        "--benchmark-runs", type=int, default=100, help="runs of a config that are timed"
+    )
     parser.add_argument("--workers", type=int, default=8, help="threads that compile ahead")
     parser.add_argument("--memory", type=float, default=0.0, help="weight of peak memory")
     parser.add_argument("--energy", type=float, default=0.0, help="weight of NVML energy")

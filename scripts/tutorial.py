@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.arguments import output_file, output_folder, summary_file
+from harness.arguments import Help, output_file, output_folder, summary_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,9 +48,7 @@ class Outcome:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("chapters", nargs="*", help="beginnings of names (default: all)")
     record = ROOT / "results" / "tutorial"
     parser.add_argument(

@@ -202,6 +202,8 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
         return dict.fromkeys(skeleton.linears)
     chosen = {name: recipe.weight_scheme if name in wanted else None for name in skeleton.linears}
     for override in recipe.overrides:
+        for pattern in override.targets:
+            schemes.check_pattern("overrides", pattern, skeleton.linears)
         matched, _ = schemes.select(override.targets, (), skeleton.linears)
         chosen |= {name: override.weight_scheme for name in matched if chosen[name] is not None}
     for pattern in recipe.keep_sensitive:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Types of command-line arguments: what a script cannot work with, or write, ends it at once."""
+"""Types of command-line arguments: what a script cannot work with, or write, ends it at once.
+
+And the help's formatter, which adds defaults.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,23 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written; an option says its default where its text does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, value = action.help or "", action.default
+        if "default" in text or value is None or value is False or not action.option_strings:
+            return action.help
+        if value in ([], "", argparse.SUPPRESS):
+            return action.help
+        if isinstance(value, Path) and value.is_relative_to(ROOT):
+            value = value.relative_to(ROOT)
+        shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        return f"{text} (default: {shown.replace('%', '%%')})"
 
 
 def positive(text: str) -> int:

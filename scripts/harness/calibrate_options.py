@@ -61,7 +61,7 @@ def _add_run_options(add: Callable[..., Any]) -> None:
     add(
         "--recipe",
         metavar="FILE",
-        help="YAML of the settings above, such as an output's recipe.yaml; flags win over it",
+        help="YAML of the settings below, such as an output's recipe.yaml; flags win over it",
     )
     add(
         "--trend",
@@ -108,7 +108,7 @@ def _add_scheme_options(add: Callable[..., Any]) -> None:
     add(
         "--experts",
         choices=("auto", "mxfp4", "fp8", "bf16"),
-        help="how gpt-oss experts are stored (default: auto, as in the source)",
+        help="how experts are stored; mxfp4: gpt-oss only (default: auto, as in the source)",
     )
     add(
         "--kv-cache",
@@ -190,7 +190,7 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
         help="move outliers of inputs into the norm or linear before, exactly: 0 makes the columns "
         "of weights alike, 1 the channels of inputs, 0.5 both; needs --dataset (default: not done)",
     )
-    add("--num-samples", type=int, metavar="N", help="samples taken from it (default: 64)")
+    add("--num-samples", type=int, metavar="N", help="samples taken from --dataset (default: 64)")
     add("--max-seq-length", type=int, metavar="N", help="tokens a sample (default: 512)")
     add("--seed", type=int, help="of the choice of samples (default: 0)")
 

@@ -223,6 +223,9 @@ def test_overrides_mix_schemes_in_one_checkpoint(models: Models, tmp_path: Path)
     with pytest.raises(SchemeError, match="served as one"):
         split = [{"scheme": "BF16", "targets": ["re:.*v_proj"]}]
         calibrate(models("llama"), tmp_path / "no", overrides=split)
+    with pytest.raises(SchemeError, match="overrides='nothing': matches no linear"):
+        nothing = [{"scheme": "BF16", "targets": ["nothing"]}]
+        calibrate(models("llama"), tmp_path / "no", overrides=nothing)
 
 
 def test_feedback_lowers_the_output_error(models: Models, tmp_path: Path, text_file: Path) -> None:
