@@ -77,12 +77,6 @@ def before(arm: str, batch: int, context: int = 128) -> float:
     return found["arms"][arm]["ms"]
 
 
-def busy_before(arm: str) -> float:
-    """Microseconds of a step's kernels at batch 1 in that comparison."""
-    profiles = load("h200/decode_gpt_oss_20b_before/results.json")["profiles"]
-    return next(p["busy_us"] for p in profiles if p["arm"] == arm and p["steps"])
-
-
 def profile(batch: int, arm: str, folder: str = "h200/decode_gpt_oss_20b") -> Any:
     found = load(f"{folder}/results.json")["profiles"]
     return next(p for p in found if p["steps"] and (p["batch"], p["arm"]) == (batch, arm))

@@ -11,7 +11,6 @@ from tests.docs.readers import (
     attention,
     before,
     best,
-    busy_before,
     cell,
     layer_us,
     left_of_nearest,
@@ -279,14 +278,6 @@ def decode() -> Passages:
         (
             "with bf16 precision {:.1f} ms, the baseline {:.1f}",
             [before("exact", 1, 8192), before("triton", 1, 8192)],
-        ),
-        (
-            "a token took {:.2f} ms at one request",
-            [served("served_gpt_oss_20b_db6403e", "oss_fp8", "tpot")[0]],
-        ),
-        (
-            "the kernels of its step {:.2f} ms",
-            [busy_before("oss_fp8") / 1e3],
         ),
         (
             "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms, and {:.2f} to {:.2f}",
