@@ -17,7 +17,6 @@ import statistics
 import sys
 from collections import deque
 from importlib.metadata import entry_points
-from itertools import islice
 from typing import Any
 
 import vllm.envs as vllm_envs
@@ -68,7 +67,7 @@ class BurstScheduler(AsyncScheduler):
         longest: tokens of a request in one step; 1 is vLLM's scheduler.
         auto: take as many as SECONDS hold.
         times: of decode steps.
-        graph_tokens: tokens of a step that reads several prompts, at most.
+        graph_tokens: tokens of a step that reads short prompts, at most.
     """
 
     longest = 1
@@ -108,7 +107,7 @@ class BurstScheduler(AsyncScheduler):
         # allocate_slots makes room for the later tokens as it does for a drafter's
         self.num_lookahead_tokens = drafts + self._burst - 1
         most = self.max_num_scheduled_tokens
-        if self.graph_tokens < most and self._reads_several():
+        if self.graph_tokens < most and self._reads_short_prompts():
             self.max_num_scheduled_tokens = self.graph_tokens
         try:
             return super().schedule(throttle_prefills)
@@ -116,16 +115,24 @@ class BurstScheduler(AsyncScheduler):
             self.num_lookahead_tokens = drafts
             self.max_num_scheduled_tokens = most
 
-    def _reads_several(self) -> bool:
-        """Whether the tokens of two prompts or more are still to be computed.
+    def _reads_short_prompts(self) -> bool:
+        """Whether the next prompts have at most a quarter of a graph's tokens.
 
-        A step that replays graphs then lets the first of them decode, while the others are read.
-        Where decoding requests fill more than half of it, prompts would hardly be read.
+        Where many arrive, the first of them decode while the others are read. A longer prompt would
+        often be cut, and its first token wait for one step more. Where decoding requests fill more
+        than half of a graph, prompts would hardly be read.
         """
-        if 2 * len(self.running) * (1 + self.num_spec_tokens) > self.graph_tokens:
+        if (
+            not self.waiting
+            or 2 * len(self.running) * (1 + self.num_spec_tokens) > self.graph_tokens
+        ):
             return False
-        read = (r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens)
-        return len(self.waiting) + sum(1 for _ in islice(read, 2)) > 1
+        # vLLM reads prompts one after another: the last running request may be read in part
+        under_way = [r for r in self.running[-1:] if r.num_computed_tokens < r.num_prompt_tokens]
+        following = [*under_way, self.waiting.peek_request()]
+        return all(
+            4 * (r.num_tokens - r.num_computed_tokens) <= self.graph_tokens for r in following
+        )
 
     def _choose_burst(self) -> int:
         """K of the next step; sets aside requests whose last token is under way already."""
@@ -224,7 +231,7 @@ def largest_graph(config: VllmConfig) -> int:
 
     Several steps of GRAPH_TOKENS take no longer than one of their sum, whose operators are launched
     from Python (docs/decode.md). Of smaller steps each reads all weights for fewer tokens. A prompt
-    or an input of an encoder that vLLM may not cut would wait for ever.
+    or an input of an encoder that vLLM may not cut could not follow a short one that is blocked.
     """
     graphs, scheduler = config.compilation_config, config.scheduler_config
     sizes, mode = graphs.cudagraph_capture_sizes or [0], graphs.cudagraph_mode

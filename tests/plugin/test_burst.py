@@ -10,7 +10,6 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.outputs import ModelRunnerOutput
 
-from oss_fused.plugin import burst
 from oss_fused.plugin.burst import SECONDS, BurstScheduler, StepTimes
 from tests.plugin.burst_schedulers import add, engine_config, make, small, steps
 
@@ -70,16 +69,34 @@ def read(scheduler, number):
     return tokens
 
 
-def test_several_prompts_fill_no_more_than_a_graph(config):
+def test_short_prompts_fill_no_more_than_a_graph(config):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
     scheduler.graph_tokens = 32
-    for name in "abc":
-        add(scheduler, name, list(range(24)), 9)
-    # the first prompt's token comes with the first step, the third prompt is the last one to read
-    expected = [{"a": 24, "b": 8}, {"a": 1, "b": 16, "c": 15}, {"a": 1, "b": 1, "c": 9}]
-    assert read(scheduler, 3) == expected
-    add(scheduler, "d", list(range(90)), 1)
-    assert read(scheduler, 1) == [{"a": 1, "b": 1, "c": 1, "d": 61}]
+    for name in "abcdef":
+        add(scheduler, name, list(range(7)), 9)
+    # the first prompts' tokens come with the first step
+    first = {"a": 7, "b": 7, "c": 7, "d": 7, "e": 4}
+    assert read(scheduler, 2) == [first, dict.fromkeys("abcd", 1) | {"e": 3, "f": 7}]
+    add(scheduler, "g", list(range(90)), 1)
+    assert read(scheduler, 1)[0]["g"] == 64 - len("abcdef")
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_prompts_above_a_quarter_of_a_graph_are_not_cut(config, tokens):
+    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
+    scheduler.graph_tokens = 32
+    for name in "abcdef":
+        add(scheduler, name, list(range(tokens)), 9)
+    assert sum(read(scheduler, 1)[0].values()) == (32 if tokens == 8 else 54)
+
+
+def test_the_rest_of_a_long_prompt_is_not_cut(config):
+    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
+    scheduler.graph_tokens = 32
+    for name, tokens in (("a", 130), ("b", 5), ("c", 5)):
+        add(scheduler, name, list(range(tokens)), 9)
+    # with 2 tokens left of the first one, the others are short
+    assert read(scheduler, 3) == [{"a": 64}, {"a": 64}, {"a": 2, "b": 5, "c": 5}]
 
 
 def test_the_largest_graph_limits_only_where_it_is_worth_it(config, monkeypatch):
@@ -105,24 +122,21 @@ def test_prompts_are_read_beside_many_requests_that_decode(config):
         add(scheduler, name, [1, 2, 3], 40)
     read(scheduler, 2)
     for name in "fg":
-        add(scheduler, name, list(range(60)), 9)
-    assert read(scheduler, 1) == [dict.fromkeys("abcde", 4) | {"f": 44}]
+        add(scheduler, name, list(range(8)), 9)
+    assert read(scheduler, 1) == [dict.fromkeys("abcde", 4) | {"f": 8, "g": 8}]
 
 
 @pytest.mark.parametrize(
     "changes", [{"enable_chunked_prefill": False}, {"disable_chunked_mm_input": True}]
 )
-def test_prompts_that_may_not_be_cut_are_read(config, changes, monkeypatch):
-    """Two of them are longer than the largest graph."""
-    monkeypatch.setattr(burst, "GRAPH_TOKENS", 32)
+def test_no_limit_where_prompts_may_not_be_cut(config, changes, monkeypatch):
+    """One that is longer than the graph would wait while the request before it waits, too."""
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE)
-    monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 32])
+    monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 4096])
+    assert make(config, BurstScheduler, small()).graph_tokens == 4096
     for name, value in changes.items():
         monkeypatch.setattr(config.scheduler_config, name, value)
-    scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
-    for name in "ab":
-        add(scheduler, name, list(range(50)), 9)
-    assert read(scheduler, 1)[0]["a"] == 50
+    assert make(config, BurstScheduler, small()).graph_tokens == sys.maxsize
 
 
 def test_a_full_server_goes_on_in_bursts(config):
