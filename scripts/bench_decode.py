@@ -45,6 +45,7 @@ from oss_fused.environment import fingerprint, has_gpu, portable
 from oss_fused.errors import OssFusedError
 from oss_fused.files import write_json
 
+KIND = "oss_fused.decode"
 CONTEXTS, BATCHES, PREFILL = (128, 1024), (1, 8, 32, 128, 256), 8192
 
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.render:
-            results = json.loads((args.render / "results.json").read_text())
+            results = saved(parser, args.render)
             raw = args.render / "profiles.json"
             profiles = json.loads(raw.read_text()) if raw.is_file() else None
             write(args, results, profiles, args.render)
@@ -107,6 +108,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--summary-prefix", default="", help="before the figures' names, such as h100")
     add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
     return parser
+
+
+def saved(parser: argparse.ArgumentParser, folder: Path) -> dict[str, Any]:
+    """Results of an earlier run; ends with a usage error where ``folder`` holds none."""
+    path = folder / "results.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--render {path}: cannot be read as JSON: {error}")
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        parser.error(f"--render {path}: expected results of bench_decode.py")
+    return found
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm]:
@@ -171,7 +184,7 @@ def measure(
         "candidate": arms[-1].name,
         "baselines": args.baseline,
     }
-    head = {"kind": "oss_fused.decode", "version": 1, "environment": fingerprint()}
+    head = {"kind": KIND, "version": 1, "environment": fingerprint()}
     head["settings"] = settings
 
     def keep(measured: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness import streaming
 from harness.arguments import output_file, positive, summary_file
+from harness.arms import check_model
 from harness.compare_options import argument
 from harness.grid import parse_lengths
 from harness.processes import Terminated, signals_as_exceptions
@@ -65,6 +66,7 @@ def main() -> int:
     lengths = args.pop("lengths")
     plan = streaming.Plan(inputs=lengths.inputs, outputs=lengths.outputs, **args)
     try:
+        check_model(plan.model)
         vocabulary = streaming.vocabulary_of(plan.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))

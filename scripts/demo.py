@@ -49,7 +49,15 @@ def main() -> int:
             print(f"{heading}: done before ({done})", file=sys.stderr)
             continue
         print(f"{heading}\n    {shlex.join(command)}", file=sys.stderr, flush=True)
-        code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+        try:
+            code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+        except KeyboardInterrupt:
+            print(
+                f"\ndemo interrupted in step {number}: {title}\n"
+                f"  Go on with the same command: finished steps are skipped.",
+                file=sys.stderr,
+            )
+            return 130
         if code:
             print(
                 f"\ndemo failed in step {number}: {title} (exit code {code}; the reason is above)\n"
@@ -60,12 +68,15 @@ def main() -> int:
     results, minutes = Path(args.results), (time.monotonic() - start) / 60
     if args.record:
         record(args.record, results / "compare" / "results.json", minutes, args)
+    # vLLM takes nearly all memory of a CPU's node, or does not start where others use some
+    half = "" if args.gpu else " --gpu-memory-utilization 0.5"
     print(
         f"done in {minutes:.1f} minutes\n"
         f"  report   {results / 'compare' / 'report.md'}\n"
         f"  page     {results / 'compare' / 'report.html'}\n"
         f"  quality  {results / 'quality.json'}\n"
-        f"  serve it yourself:  .venv/bin/vllm serve {args.models}/SmolLM2-135M-Instruct-oss-fp8\n"
+        f"  serve it yourself:  .venv/bin/vllm serve {args.models}/SmolLM2-135M-Instruct-oss-fp8"
+        f"{half}\n"
         f"{on_a_gpu(results / 'gpt-oss-20b' / 'results.json')}",
         file=sys.stderr,
     )

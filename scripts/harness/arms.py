@@ -48,9 +48,11 @@ def parse_arm(text: str) -> Arm:
 def check_model(model: str) -> None:
     """Refuse a model that is neither a folder nor could be a hub name (``owner/name``).
 
+    A name in a folder that exists here is a folder's.
+
     Raises:
         ValueError: it names the model.
     """
     local = model.startswith((".", "/", "~")) or model.count("/") != 1
-    if not Path(model).is_dir() and local:
-        raise ValueError(f"model {model}: no such folder")
+    if not Path(model).is_dir() and (local or Path(model).parent.is_dir()):
+        raise ValueError(f"model {model}: no such folder; expected a checkpoint")

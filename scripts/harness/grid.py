@@ -83,7 +83,7 @@ def make_grid(
         num_prompts = list(num_prompts) * len(concurrency)
     if len(num_prompts) != len(concurrency):
         raise ValueError(
-            f"num-prompts {list(num_prompts)}: expected one number, or one per concurrency "
+            f"--num-prompts {list(num_prompts)}: expected one number, or one per concurrency "
             f"({len(concurrency)})"
         )
     common = list(zip(concurrency, num_prompts))

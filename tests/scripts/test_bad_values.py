@@ -29,6 +29,7 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
         ("measure_resume.py {tiny} --output x --kills -1", "--kills: -1: expected at least 1"),
         ("compare_accuracy_performance.py --hourly 0", "--hourly: 0: expected at least 1"),
         ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
+        ("bench_streaming.py nowhere --output x.json", "model nowhere: no such folder"),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         (
             "evaluate_logits.py --model {tiny} --arm a= --length 0 --output x.json",

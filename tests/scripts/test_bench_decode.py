@@ -106,6 +106,7 @@ def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--render", "nowhere"], "--render nowhere/results.json: cannot be read"),
         (["--batches", "1", "1"], "different numbers"),
         (["--steps", "4"], "--steps 4"),
         (["--baseline", "nobody"], "--baseline"),

@@ -106,6 +106,7 @@ def test_compares_and_merges_the_summary(
     [
         (["--output", "o"], "--arm and --output are required"),
         (["--arm", "a=/nowhere/m", "--output", "o"], "/nowhere/m: no such folder"),
+        (["--arm", "a=tests/typo", "--output", "o"], "tests/typo: no such folder"),
         (["--arm", "nonsense", "--output", "o"], "expected NAME=MODEL"),
         (["--arm", "a=x/y", "--arm", "a=x/y", "--output", "o"], "names must differ"),
         (["--arm", "a=x/y", "--output", "o", "--lengths", "12"], "expected INPUT:OUTPUT"),

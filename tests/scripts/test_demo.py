@@ -49,6 +49,18 @@ def test_it_ends_with_what_a_gpu_brings_and_leaves_the_report_to_the_comparison(
     last = said.strip().splitlines()[-1]
     assert "H200" in last and f"1/{figures['main_job.gpt_oss_20b.tpot_ratio_c1']:.2f}" in last
     assert "the report" not in said
+    assert "SmolLM2-135M-Instruct-oss-fp8 --gpu-memory-utilization 0.5" in said
+
+
+def test_ctrl_c_names_the_step(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.subprocess, "run", interrupted)
+    assert run(monkeypatch, "--results", finished, "--models", finished, "--force") == 130
+    assert "interrupted in step 1" in capsys.readouterr().err
 
 
 def test_minutes_and_ratio_are_kept(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
