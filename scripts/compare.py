@@ -22,6 +22,7 @@ signal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -196,7 +197,9 @@ def measure(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
             results = finished(compare.run(plan, logs, keep))
             folder = write(args.output, results, logs)
     except ServerError:
-        raise  # its message names the logs
+        with contextlib.suppress(OSError):
+            logs.rmdir()  # where no server has started; else the message names the logs
+        raise
     except BaseException:
         shutil.rmtree(logs, ignore_errors=True)
         raise

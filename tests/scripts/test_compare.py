@@ -132,7 +132,14 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_taken_port(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_taken_port(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -140,7 +147,7 @@ def test_taken_port(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         code = run(*arms(tmp_path), "--port", str(port), "--output", str(tmp_path / "out"))
     assert code == 1
     assert f"port {port}: cannot be used" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(("mode", "cells"), [("dies_under_load", [1]), ("dies_at_start", [])])
