@@ -113,6 +113,22 @@ def _logits(
     return logits
 
 
+@triton.jit
+def _softmax(logits0, logits1, scale, sinks, heads, in_group):
+    """Weights of both tiles before they are divided, and their sums per query, with its sink."""
+    # finite, because a row of padding may see nothing
+    best = tl.maximum(tl.maximum(tl.max(logits0, 1), tl.max(logits1, 1)) * scale, LEAST)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        best = tl.maximum(best, sink, propagate_nan=tl.PropagateNan.ALL)
+    weights0 = tl.exp2(logits0 * scale - best[:, None])
+    weights1 = tl.exp2(logits1 * scale - best[:, None])
+    total = tl.sum(weights0, 1) + tl.sum(weights1, 1)
+    if sinks is not None:
+        total += tl.exp2(sink - best)
+    return weights0, weights1, total
+
+
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
 def _window_attention_kernel(
     query,
@@ -169,16 +185,7 @@ def _window_attention_kernel(
     logits0 = _logits(q, k0, first, last, 0, SLACK, WINDOW)
     logits1 = _logits(q, k1, late, last, EARLY, SLACK, WINDOW)
     scale = logit_scale(softmax_scale, scales)
-    # finite, because a row of padding may see nothing
-    best = tl.maximum(tl.maximum(tl.max(logits0, 1), tl.max(logits1, 1)) * scale, LEAST)
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
-        best = tl.maximum(best, sink, propagate_nan=tl.PropagateNan.ALL)
-    weights0 = tl.exp2(logits0 * scale - best[:, None])
-    weights1 = tl.exp2(logits1 * scale - best[:, None])
-    total = tl.sum(weights0, 1) + tl.sum(weights1, 1)
-    if sinks is not None:
-        total += tl.exp2(sink - best)
+    weights0, weights1, total = _softmax(logits0, logits1, scale, sinks, heads, in_group)
     acc = tl.dot(round_to(weights0, DTYPE), v0)
     acc = tl.dot(round_to(weights1, DTYPE), v1, acc)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
