@@ -156,7 +156,7 @@ class Case:
         """Launch that the rule chooses for this case."""
         shape = self.shape
         positions = self.table.shape[1] * PAGE
-        tokens = tokens_per_program(self.queries, shape.heads // shape.kv_heads)
+        tokens = tokens_per_program(self.queries, shape.heads // shape.kv_heads, shape.head_dim)
         return launch_for(
             self.batch * cdiv(self.queries, tokens),
             shape.kv_heads,

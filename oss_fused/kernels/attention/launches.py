@@ -58,9 +58,11 @@ _SHORT_WINDOW = Launch(1, 128, 4, 1)
 _TILE = 64
 
 
-def tokens_per_program(max_query_len: int, group: int) -> int:
+def tokens_per_program(max_query_len: int, group: int, head_dim: int) -> int:
     """Tokens of one sequence that a program takes; ``group`` query heads share a KV head."""
-    return min(max_query_len, max(1, _TILE // group))
+    # the tiles of 64 rows of heads of 256 do not fit the shared memory of a Hopper GPU
+    rows = _TILE if head_dim <= 128 else _TILE // 2
+    return min(max_query_len, max(1, rows // group))
 
 
 def launch_for(

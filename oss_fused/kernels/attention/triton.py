@@ -296,7 +296,7 @@ def decode_attention(
     if rows == 0 or sequences == 0:
         return
     heads, group = key_cache.shape[2], q_heads // key_cache.shape[2]
-    tokens = tokens_per_program(max_query_len, group)
+    tokens = tokens_per_program(max_query_len, group, head_dim)
     chunks = cdiv(max_query_len, tokens)
     positions = block_table.shape[1] * key_cache.shape[1]
     fp8 = key_cache.dtype == FP8
