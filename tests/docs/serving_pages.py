@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Passages of README, decode.md and moe.md."""
+"""Passages of README and decode.md."""
 
 from __future__ import annotations
 
@@ -95,6 +95,10 @@ def readme() -> Passages:
         (
             "takes {:.1f} ms, with bf16 precision {:.1f} ms, and {:.1f} ms in the baseline",
             [before(arm, 1, 8192) for arm in ("oss_fp8", "exact", "triton")],
+        ),
+        (
+            "is {:.2f}x, {:.2f}x, {:.2f}x and {:.2f}x faster per token at 1, 8, 32 and 128",
+            ratios("served_llama_8b", "oss_fp8", "tpot"),
         ),
         ("at most {:.4f} times bf16's", [max(texts("smollm2_four_texts", "w8a8"))]),
         ("to {:.4f} times", [max(texts("smollm2_accuracy", "policy"))]),
@@ -374,37 +378,3 @@ def _profile_row(name: str, group: str) -> tuple[str, list[float]]:
         cells.append("{:.0f}" if limit else "")
         values += [limit] if limit else []
     return f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"), values
-
-
-def moe() -> Passages:
-    found: Passages = []
-    rows = [r for r in load("h200/moe.json")["results"] if not r["fp8_activations"]]
-    for row in rows:
-        us, share = row["us"], {name: 100 * x for name, x in row["of_copy"].items()}
-        base = [row["baselines"][name]["us"] for name in ("triton_kernels", "marlin")]
-        if row["batch"] in (1, 32, 128):
-            form = "| {} | {:.1f} | {:.1f} ({:.0f} %) | {:.1f} ({:.0f} %) | {:.1f} | {:.1f} |"
-            form += " {:.1f} | {:.1f} | {:.2f} |"
-            middle = [us["gate_up"], share["gate_up"], us["down"], share["down"]]
-        elif row["batch"] == 8192:
-            form = "| {} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.1f} | {:.2f} |"
-            middle = [us["gate_up"], us["down"]]
-        else:
-            continue
-        values = [
-            row["batch"],
-            us["route"],
-            *middle,
-            us["combine"],
-            us["layer"],
-            *base,
-            row["speedup"],
-        ]
-        found.append((form, values))
-    rows = [r["us"] for r in load("h200/moe_parts.json")["results"] if r["fp8_activations"]]
-    around = 100 * (rows[-1]["route"] + rows[-1]["combine"]) / rows[-1]["layer"]
-    found.append(("routing and combination ({:.0f} % of the layer)", [around]))
-    for label, fp8 in (("bf16 precision", False), ("FP8 activations", True)):
-        times = [layer_us(tokens, fp8) for tokens in (256, 512, 1024, 2048, 8192)]
-        found.append((f"| {label} | {' | '.join(['{:.1f}'] * 5)} |", times))
-    return found

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docs import other_pages, scaling_page, serving_pages
+from tests.docs import moe_page, other_pages, scaling_page, serving_pages
 from tests.docs.readers import ROOT, text_of
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 STATED = {
     "README.md": serving_pages.readme,
     "docs/decode.md": serving_pages.decode,
-    "docs/moe.md": serving_pages.moe,
+    "docs/moe.md": moe_page.moe,
     "docs/scaling.md": scaling_page.scaling,
     "docs/serving.md": other_pages.serving,
     "docs/calibration.md": other_pages.calibration,
