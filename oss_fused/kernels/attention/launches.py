@@ -52,10 +52,52 @@ _LAUNCHES = {
         Launch(1, 64, 2, 1, 4),
     ),
 }
+# sequences times KV heads from which stream.py takes a batch: it does not split a context
+LEAST_ITEMS = 512
+# query heads of a KV head that it takes: columns of its products
+MOST_GROUP = 8
+# positions that it copies at once; a page is a multiple, and a window has as many at least
+RUN = 16
+# shared memory of a multiprocessor, and what a program takes of it beside its stages
+_SHARED_MEMORY = 228 * 1024
+_RESERVED = 5 * 1024
 # a window that is one tile
 _SHORT_WINDOW = Launch(1, 128, 4, 1)
 # rows of a program's tile: query heads times tokens
 _TILE = 64
+
+
+class Stream(NamedTuple):
+    """How stream.py runs: positions of a tile, tiles on their way or in use, programs per
+    multiprocessor."""
+
+    tile: int
+    stages: int
+    ctas: int
+
+
+def stream_for(head_dim: int, tile: int = 0, ctas: int = 2) -> Stream:
+    """Stages that fit ``ctas`` programs of a multiprocessor; by default tiles have 32 KB."""
+    tile = tile or 128 * 64 // head_dim
+    # 16-bit keys and values of a tile and the queries that come along
+    stage = 2 * head_dim * (2 * tile + MOST_GROUP)
+    return Stream(tile, (_SHARED_MEMORY // ctas - _RESERVED) // stage, ctas)
+
+
+def streams(
+    rows: int, heads: int, group: int, head_dim: int, window: int, page_size: int
+) -> bool:
+    """Whether stream.py takes a batch of 16-bit queries and cache, one query per sequence.
+
+    Like ``launch_for`` it depends on nothing that changes between replays of a CUDA graph.
+    """
+    return (
+        rows * heads >= LEAST_ITEMS
+        and group <= MOST_GROUP
+        and head_dim in (64, 128)
+        and page_size % RUN == 0
+        and (window == 0 or window >= RUN)
+    )
 
 
 def tokens_per_program(max_query_len: int, group: int, head_dim: int) -> int:
