@@ -76,17 +76,30 @@ class Stream(NamedTuple):
     ctas: int
 
 
+def _stream_bytes(head_dim: int, tile: int) -> int:
+    """16-bit keys and values of a tile, and the queries that come along."""
+    return 2 * head_dim * (2 * tile + MOST_GROUP)
+
+
 def stream_for(head_dim: int, tile: int = 0, ctas: int = 2) -> Stream:
-    """Stages that fit ``ctas`` programs of a multiprocessor; by default tiles have 32 KB."""
+    """As many stages as fit ``ctas`` programs of a multiprocessor; by default of 32 KB."""
     tile = tile or 128 * 64 // head_dim
-    # 16-bit keys and values of a tile and the queries that come along
-    stage = 2 * head_dim * (2 * tile + MOST_GROUP)
-    return Stream(tile, (_SHARED_MEMORY // ctas - _RESERVED) // stage, ctas)
+    stages = (_SHARED_MEMORY // ctas - _RESERVED) // _stream_bytes(head_dim, tile)
+    return Stream(tile, min(stages, 8), ctas)
 
 
-def streams(
-    rows: int, heads: int, group: int, head_dim: int, window: int, page_size: int
-) -> bool:
+def registers_of(head_dim: int, launch: Stream) -> int:
+    """Registers per thread with which all programs fit that the shared memory has room for.
+
+    Where it has room for more than ``ctas``, those of the next kernel start early.
+    """
+    program = launch.stages * _stream_bytes(head_dim, launch.tile) + _RESERVED
+    programs = min(_SHARED_MEMORY // program, 4)
+    # 256 threads: a loading warp takes the place of four
+    return min(65536 // (256 * programs) // 8 * 8, 168)
+
+
+def streams(rows: int, heads: int, group: int, head_dim: int, window: int, page_size: int) -> bool:
     """Whether stream.py takes a batch of 16-bit queries and cache, one query per sequence.
 
     Like ``launch_for`` it depends on nothing that changes between replays of a CUDA graph.

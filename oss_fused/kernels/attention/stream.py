@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from oss_fused.kernels.attention.launches import MOST_GROUP, RUN, Stream
+from oss_fused.kernels.attention.launches import MOST_GROUP, RUN, Stream, registers_of
 from oss_fused.kernels.launch import (
     multiprocessors,
     pdl_options,
@@ -88,7 +88,8 @@ def _pages_of(row, start, end, SHAPE: gl.constexpr, COUNT: gl.constexpr):
     if COUNT == 1:
         return (page,)
     else:
-        return (page,) + _pages_of(row, start + SHAPE.run, end, SHAPE, COUNT - 1)
+        # Triton knows no starred expression
+        return (page,) + _pages_of(row, start + SHAPE.run, end, SHAPE, COUNT - 1)  # noqa: RUF005
 
 
 @gluon.jit
@@ -112,29 +113,35 @@ def _request(descs, ring, slot, place, pages, start, begin, end, SHAPE: gl.const
         row = _shift(first, begin, end, SHAPE)
         for half in gl.static_range(HALVES):
             at = (slot * HALVES + half) * RUNS + run
-            corner = [pages[run], part, head, row, half * SHAPE.columns]
+            corner = [pages[run], head, part, row, half * SHAPE.columns]
             copy_box(k_desc, corner, ready, k_boxes.index(at))
             copy_box(v_desc, corner, ready, v_boxes.index(at))
 
 
 @gluon.jit
-def _load(
-    descs,
-    ring,
-    block_table,
-    table_stride,
-    seq_lens,
-    items,
-    SHAPE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
-):
+def _warm(descs, ring, warm, SHAPE: gl.constexpr):
+    """Have the descriptors in their cache: boxes outside of the tensors read no input."""
+    q_desc, k_desc, v_desc = descs
+    q_boxes, k_boxes, v_boxes, _full, _empty = ring
+    OF_RUN: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+    mbarrier.expect(warm, q_desc.block_type.nbytes + OF_RUN)
+    copy_box(q_desc, [0, 0, SHAPE.head_dim], warm, q_boxes.index(0))
+    copy_box(k_desc, [0, 0, 0, SHAPE.run, 0], warm, k_boxes.index(0))
+    copy_box(v_desc, [0, 0, 0, SHAPE.run, 0], warm, v_boxes.index(0))
+    mbarrier.wait(warm, 0)
+
+
+@gluon.jit
+def _load(descs, ring, warm, table, work, SHAPE: gl.constexpr, PREFETCH: gl.constexpr):
     """The loading warp: every tile of every item of this program, as soon as a slot is free.
 
     Page numbers and lengths are read one tile and one item ahead.
     """
     RUNS: gl.constexpr = SHAPE.tile // SHAPE.run
+    block_table, table_stride = table
+    seq_lens, items = work
     empty = ring[4]
+    STAGES: gl.constexpr = empty.type.shape[0]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_unless(PREFETCH)
@@ -142,6 +149,7 @@ def _load(
     begin, first = _span(end, SHAPE)
     row = block_table + (gl.program_id(0) // SHAPE.heads).to(gl.int64) * table_stride
     pages = _pages_of(row, first, end, SHAPE, RUNS)
+    _warm(descs, ring, warm, SHAPE)
     if SHAPE.head_dim <= 64:
         start_next()
     wait_for_inputs()
@@ -182,22 +190,12 @@ def _weigh(logits, best, sums, start, begin, end, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _attend(
-    views,
-    weights_buffer,
-    ring,
-    slot,
-    phase,
-    begin,
-    first,
-    end,
-    scale,
-    SHAPE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _attend(ring, views, weights_buffer, slot, phase, span, scale, SHAPE: gl.constexpr):
     """Maximum, weights and weighted sums of an item's positions; the ring's next slot, phase."""
     queries, keys, values = views
+    begin, first, end = span
     full, empty = ring[3], ring[4]
+    STAGES: gl.constexpr = full.type.shape[0]
     TILE: gl.constexpr = SHAPE.tile
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     HEADS: gl.constexpr = queries.type.shape[1]
@@ -226,19 +224,9 @@ def _attend(
 
 
 @gluon.jit
-def _consume(
-    ring,
-    views,
-    weights_buffer,
-    out,
-    sinks,
-    seq_lens,
-    items,
-    softmax_scale,
-    SHAPE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume(ring, views, weights_buffer, out, sinks, work, softmax_scale, SHAPE: gl.constexpr):
     """The multiplying warps: every item of this program, from its first tile to its result."""
+    seq_lens, items = work
     data, row_stride, head_stride = out
     HEADS: gl.constexpr = weights_buffer.type.shape[0]
     layout: gl.constexpr = sums_layout(HEADS, 16)
@@ -259,7 +247,7 @@ def _consume(
             sink = gl.load(sinks + heads, mask=in_group, other=0.0).to(gl.float32) * _LOG2E
         begin, first = _span(end, SHAPE)
         best, total, acc, slot, phase = _attend(
-            views, weights_buffer, ring, slot, phase, begin, first, end, scale, SHAPE, STAGES
+            ring, views, weights_buffer, slot, phase, (begin, first, end), scale, SHAPE
         )
         if sinks is not None:
             new_best = gl.maximum(best, sink)
@@ -276,7 +264,7 @@ def _consume(
 
 @gluon.jit
 def _boxes_of(desc, COUNT: gl.constexpr):
-    shape: gl.constexpr = [COUNT] + desc.block_type.shape
+    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
@@ -321,38 +309,13 @@ def _decode_stream_kernel(
     )
     ring = (q_boxes, k_boxes, v_boxes, barriers_of(STAGES, 1), barriers_of(STAGES, 1))
     target = (out, row_stride, head_stride)
+    warm = barriers_of(1, 1).index(0)
     descs = (q_desc, k_desc, v_desc)
+    table, work = (block_table, table_stride), (seq_lens, items)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    ring,
-                    views,
-                    weights,
-                    target,
-                    sinks,
-                    seq_lens,
-                    items,
-                    softmax_scale,
-                    SHAPE,
-                    STAGES,
-                ),
-            ),
-            (
-                _load,
-                (
-                    descs,
-                    ring,
-                    block_table,
-                    table_stride,
-                    seq_lens,
-                    items,
-                    SHAPE,
-                    STAGES,
-                    PREFETCH,
-                ),
-            ),
+            (_consume, (ring, views, weights, target, sinks, work, softmax_scale, SHAPE)),
+            (_load, (descs, ring, warm, table, work, SHAPE, PREFETCH)),
         ],
         [1],
         [64],
@@ -364,8 +327,8 @@ def _cache_descriptor(cache: torch.Tensor) -> TensorDescriptor:
     pages, page_size, heads, dim = cache.shape
     of_page, of_position, of_head, _ = cache.stride()
     layout = gl.NVMMASharedLayout(128, 16, rank=5)
-    shape = [pages, page_size // RUN, heads, RUN, dim]
-    strides = [of_page, RUN * of_position, of_head, of_position, 1]
+    shape = [pages, heads, page_size // RUN, RUN, dim]
+    strides = [of_page, of_head, RUN * of_position, of_position, 1]
     return TensorDescriptor(cache, shape, strides, [1, 1, 1, RUN, _COLUMNS], layout)
 
 
@@ -389,16 +352,11 @@ def decode_stream(
     prefetch_table: bool,
     launch: Stream,
 ) -> None:
-    """Attention of one query per sequence into ``out``, where ``launches.streams`` allows it.
-
-    Query and cache have the dtype of ``out``, and strides that TMA takes (``strides_fit``).
-    """
+    """Attention of one query per sequence into ``out``, of arguments that triton.py chooses."""
     rows, q_heads, head_dim = query.shape
     _, page_size, heads, _ = key_cache.shape
     items = rows * heads
-    shape = _Shape(
-        heads, q_heads // heads, head_dim, window, page_size, launch.tile, RUN, _COLUMNS
-    )
+    shape = _Shape(heads, q_heads // heads, head_dim, window, page_size, launch.tile, RUN, _COLUMNS)
     _decode_stream_kernel[(min(items, multiprocessors(query.device) * launch.ctas),)](
         _query_descriptor(query),
         _cache_descriptor(key_cache),
@@ -416,6 +374,6 @@ def decode_stream(
         STAGES=launch.stages,
         PREFETCH=prefetch_table,
         num_warps=4,
-        maxnreg=65536 // (256 * launch.ctas) // 8 * 8 if launch.ctas > 1 else 168,
+        maxnreg=registers_of(head_dim, launch),
         **pdl_options(query.device),
     )

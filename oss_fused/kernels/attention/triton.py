@@ -29,7 +29,12 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.attention.launches import launch_for, tokens_per_program
+from oss_fused.kernels.attention.launches import (
+    launch_for,
+    stream_for,
+    streams,
+    tokens_per_program,
+)
 from oss_fused.kernels.attention.pages import load_pages, positions_in_a_page
 from oss_fused.kernels.attention.splits import Splits, gather, leave
 from oss_fused.kernels.attention.tiles import LEAST, attend
@@ -38,6 +43,7 @@ from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import (
     pdl_options,
+    runs_gluon,
     shared_memory,
     start_next,
     wait_for_inputs,
@@ -272,6 +278,27 @@ def _scratch(arrivals: torch.Tensor, grid: tuple[int, int, int], rows: int, bloc
     return Splits(arrivals, sums, stats)
 
 
+def _fits_tma(tensor: torch.Tensor) -> bool:
+    """Whether TMA copies 16-bit boxes of ``tensor``: rows on 16 bytes, and some."""
+    strides = tensor.stride()[:-1]
+    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+
+
+def _streams(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, window: int
+) -> bool:
+    """Whether stream.py takes one query per sequence, of a cache without scales."""
+    rows, q_heads, head_dim = query.shape
+    pages, page_size, heads, _ = keys.shape
+    return (
+        runs_gluon(query.device)
+        and query.dtype == keys.dtype == out.dtype
+        and pages > 0
+        and streams(rows, heads, q_heads // heads, head_dim, window, page_size)
+        and all(_fits_tma(tensor) for tensor in (query, keys, values))
+    )
+
+
 def decode_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -294,6 +321,15 @@ def decode_attention(
     rows, q_heads, head_dim = query.shape
     sequences = rows if query_starts is None else query_starts.shape[0] - 1
     if rows == 0 or sequences == 0:
+        return
+    one_each = query_starts is None and q_scale is k_scale is v_scale is None
+    if one_each and _streams(query, key_cache, value_cache, out, window):
+        # late: another Triton may lack Gluon
+        from oss_fused.kernels.attention.stream import decode_stream
+
+        cache = (query, key_cache, value_cache, block_table, seq_lens, out)
+        how = stream_for(head_dim)
+        decode_stream(*cache, softmax_scale, window, sinks, prefetch_table, how)
         return
     heads, group = key_cache.shape[2], q_heads // key_cache.shape[2]
     tokens = tokens_per_program(max_query_len, group, head_dim)
