@@ -32,6 +32,8 @@ CHUNK_BUFFERS = gl.constexpr(2)
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 meet = getattr(gl, "barrier", None) or gl.thread_barrier
+_Shared = gl.shared_memory_descriptor
+view_as = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

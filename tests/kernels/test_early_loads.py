@@ -27,6 +27,7 @@ ops = torch.ops.oss_fused
 _WEIGHT = "a weight, where the caller vouches for it"
 _TABLE = "made before the step, where the caller vouches for it"
 _OUTSIDE = "a box outside of a: nothing is read"
+_NOWHERE = "a box outside of the tensor: nothing is read"
 _ROUTED = "gate_up waited for the routing before it let this kernel start"
 _BEFORE = "gate_up waited for what wrote it, and w2's kernel for gate_up, before this one started"
 # (kernel, function that loads, pointer or descriptor) -> why it may come before the wait
@@ -34,6 +35,11 @@ ALLOWED = {
     ("attention.triton._decode_attention_kernel", "_tokens", "seq_lens"): _TABLE,
     ("attention.triton._decode_attention_kernel", "_tokens", "query_starts"): _TABLE,
     ("attention.triton._decode_attention_kernel", "load_pages", "table"): _TABLE,
+    ("attention.stream._decode_stream_kernel", "_length_of", "seq_lens"): _TABLE,
+    ("attention.stream._decode_stream_kernel", "_pages_of", "row"): _TABLE,
+    ("attention.stream._decode_stream_kernel", "_warm", "q_desc"): _NOWHERE,
+    ("attention.stream._decode_stream_kernel", "_warm", "k_desc"): _NOWHERE,
+    ("attention.stream._decode_stream_kernel", "_warm", "v_desc"): _NOWHERE,
     ("gemm.gemv._gemv_kernel", "_load_weights", "rows_b"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "scale_row", "scale"): _WEIGHT,
     ("gemm.gemv._gemv_kernel", "_gemv_kernel", "bias"): _WEIGHT,

@@ -154,14 +154,17 @@ def block(tokens):
     return build
 
 
-def attention(d):
-    caches = [d.randn(8, 16, 2, 64) for _ in range(2)]
-    table = torch.randperm(8, generator=d.generator, device="cuda").view(2, 4).int()
-    lens = d.integers(20, 64, 2, dtype=torch.int32)
-    out = torch.zeros(2, 8, 64, dtype=BF16, device="cuda")
-    arrivals = torch.zeros(4, dtype=torch.int32, device="cuda")
-    rest = (0.125, 0, d.randn(8), None, None, None)
-    return (d.randn(2, 8, 64), *caches, table, lens, out, arrivals, *rest)
+def attention(rows, dim):
+    def build(d):
+        caches = [d.randn(4 * rows, 16, 2, dim) for _ in range(2)]
+        table = torch.randperm(4 * rows, generator=d.generator, device="cuda").view(rows, 4).int()
+        lens = d.integers(20, 64, rows, dtype=torch.int32)
+        out = torch.zeros(rows, 8, dim, dtype=BF16, device="cuda")
+        arrivals = torch.zeros(2 * rows, dtype=torch.int32, device="cuda")
+        rest = (0.125, 0, d.randn(8), None, None, None)
+        return (d.randn(rows, 8, dim), *caches, table, lens, out, arrivals, *rest)
+
+    return build
 
 
 # name -> (operator, operands, those that a caller may vouch for)
@@ -213,7 +216,10 @@ _OPERATIONS = {
         for m in (1, 3, 40, 200)
     },
     **{f"moe_fp8-{m}": ("moe_fp8", experts(m, True), ()) for m in (1, 40)},
-    "decode_attention": ("decode_attention", attention, (3, 4)),
+    **{
+        f"decode_attention-{rows}-{dim}": ("decode_attention", attention(rows, dim), (3, 4))
+        for rows, dim in ((2, 64), (300, 64), (300, 128))
+    },
 }
 
 

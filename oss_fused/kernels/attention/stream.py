@@ -40,7 +40,7 @@ from oss_fused.kernels.launch import (
     wait_for_inputs,
     wait_unless,
 )
-from oss_fused.kernels.pipeline import barriers_of, copy_box, meet, next_slot, sums_layout
+from oss_fused.kernels.pipeline import barriers_of, copy_box, meet, next_slot, sums_layout, view_as
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 # below every logit; finite, because a sequence may have no position
@@ -272,7 +272,7 @@ def _boxes_of(desc, COUNT: gl.constexpr):
 def _tiles_of(boxes, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Boxes as tiles [ROWS, COLUMNS], one of each stage: 64 columns of all rows, then the next."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return boxes._reinterpret(boxes.dtype, [STAGES, ROWS, COLUMNS], layout)
+    return view_as(boxes, boxes.dtype, [STAGES, ROWS, COLUMNS], layout)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "items"])
