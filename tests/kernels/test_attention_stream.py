@@ -38,13 +38,13 @@ def test_the_rule_takes_large_batches_of_heads_that_fit():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_fit_a_multiprocessor(head_dim):
-    for tile in (0, 64, 128):
-        for ctas in (1, 2, 3):
+    for tile in (64, 128):
+        for ctas in (0, 1, 2, 3):
             launch = stream_for(head_dim, tile, ctas)
             stage = 2 * head_dim * (2 * launch.tile + launches.MOST_GROUP)
-            assert ctas * launch.stages * stage <= 228 * 1024
+            assert launch.ctas * launch.stages * stage <= 228 * 1024
             assert registers_of(head_dim, launch) % 8 == 0
-            assert registers_of(head_dim, launch) * 256 * ctas <= 65536
+            assert registers_of(head_dim, launch) * 256 * launch.ctas <= 65536
 
 
 def test_a_cpu_never_takes_it():
@@ -127,7 +127,7 @@ def test_it_compiles_for_hopper(heads, size, window, page, ctas, sinks, tmp_path
     # each program also takes 1 KB for the system
     assert ctas * (shared + 1024) <= 228 * 1024
     # keys and values are read once each, 64 rows times 16 columns at a time
-    assert products == 2 * transposed == 16
+    assert products == 2 * transposed == size // 8
 
 
 def make(lens, q_heads=8, heads=2, dim=64, page=16, dtype=torch.bfloat16):

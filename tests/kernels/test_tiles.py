@@ -69,13 +69,14 @@ def test_names_of_devices_lead_to_their_tables():
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_tables_fit_the_launchers(path):
     pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.gemm.cublaslt import gemm_cublaslt
     from oss_fused.kernels.gemm.persistent import gemm_cooperative, gemm_pingpong
     from oss_fused.kernels.gemm.stream import gemm_stream
     from oss_fused.kernels.gemm.triton import KERNELS
 
     gluon = {"stream": gemm_stream, "cooperative": gemm_cooperative, "pingpong": gemm_pingpong}
     assert set(gluon) <= set(tiles.GLUON_KERNELS)
-    launchers = {**KERNELS, **gluon}
+    launchers = {**KERNELS, **gluon, tiles.CUBLASLT: gemm_cublaslt}
     table = json.loads(path.read_text())["fp8_gemm"]
     assert table
     rules = {

@@ -57,6 +57,8 @@ _PART_STEPS, _PARTS = 3, 8
 # where it leaves under it; fitted to an H200's times
 _STORE_CYCLES = 5400
 _HIDDEN_STORE_CYCLES = 1500
+# columns of the cooperative kernel's tile; of equal ones the widest reads least from L2
+_COLUMNS = (256, 192, 160, 128)
 # products of 128 rows by one column that a multiprocessor's tensor cores do in a cycle
 _PRODUCTS = 32
 
@@ -119,8 +121,10 @@ def gemm_rule(
         return {"kernel": CUBLASLT}
     if gluon and 2 < bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
-    if gluon and bucket >= 1024:
+    if gluon and bucket >= 512:
         return _pipeline_tile(bucket, n, k)
+    if gluon and 64 < bucket <= 256:
+        return _middle_tile(bucket, n, k)
     if bucket <= 2:
         return {"kernel": "gemv", "rows_n": 8 // bucket, "block_k": 2048, "num_warps": 4}
     if bucket <= 64:
@@ -139,20 +143,36 @@ def _stream_tile(bucket: int, n: int) -> dict[str, int]:
     return {"block_n": 128 if bucket == 64 else 64, "ctas": 2}
 
 
+def _middle_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
+    """Tiles of 64 weight rows, whose weights come before the inputs, while one wave has them all;
+    else the widest tile that pays."""
+    if -(-bucket // 128) * -(-n // 64) <= _WAVE:
+        return {"kernel": "stream", "block_m": 128, "block_n": 64, "block_k": 128, "ctas": 1}
+    columns, _ = _cooperative_columns(bucket, n, k)
+    return {"kernel": "cooperative", "columns": columns, "group_m": 8}
+
+
+def _cycles(bucket: int, n: int, k: int, columns: int, overhead: int) -> int:
+    """Of all waves of tiles of 128 rows, a last wave's idle multiprocessors included."""
+    waves = -(-(-(-bucket // 128) * -(-n // columns)) // _WAVE)
+    return waves * (columns * k // _PRODUCTS + overhead)
+
+
+def _cooperative_columns(bucket: int, n: int, k: int) -> tuple[int, int]:
+    """Columns of the cooperative kernel's tile that take the fewest cycles, and the cycles."""
+    cycles = {width: _cycles(bucket, n, k, width, _STORE_CYCLES) for width in _COLUMNS}
+    columns = min(cycles, key=lambda width: cycles[width])
+    return columns, cycles[columns]
+
+
 def _pipeline_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
-    """The pipeline and tile that take the fewest cycles, the last wave's idle ones included."""
-    rows = -(-bucket // 128)
-
-    def cycles(columns: int, overhead: int) -> int:
-        waves = -(-rows * -(-n // columns) // _WAVE)
-        return waves * (columns * k // _PRODUCTS + overhead)
-
+    """The pipeline and tile that take the fewest cycles."""
+    columns, cycles = _cooperative_columns(bucket, n, k)
     # of the last tile nothing hides the end
-    best = cycles(128, _HIDDEN_STORE_CYCLES) + _STORE_CYCLES - _HIDDEN_STORE_CYCLES
-    columns = min((256, 192, 160), key=lambda columns: cycles(columns, _STORE_CYCLES))
+    last = _STORE_CYCLES - _HIDDEN_STORE_CYCLES
     # 128 x 128 needs 64 bytes a cycle from L2, all that a multiprocessor gets; rows that begin
     # between cache lines need more
-    if k % 128 == 0 and best <= cycles(columns, _STORE_CYCLES):
+    if k % 128 == 0 and _cycles(bucket, n, k, 128, _HIDDEN_STORE_CYCLES) + last < cycles:
         return {"kernel": "pingpong", "group_m": 8}
     return {"kernel": "cooperative", "columns": columns, "group_m": 8}
 
