@@ -51,6 +51,20 @@ def wait_unless(PREFETCH: tl.constexpr):
         wait_for_inputs()
 
 
+@triton.jit
+def prefetch_line(pointers):
+    """Bring the cache line of each pointer into L2."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels written for programmatic dependent launch (Hopper and later)."""

@@ -117,17 +117,3 @@ def unpack_pairs(codes, dtype: tl.constexpr):
         pack=2,
     )
     return widened(even, dtype), widened(odd, dtype)
-
-
-@triton.jit
-def prefetch_line(pointers):
-    """Bring the cache line of each pointer into L2."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

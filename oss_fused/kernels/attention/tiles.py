@@ -10,11 +10,10 @@ from oss_fused.kernels.attention.pages import (
     find_rows,
     load_as,
     load_pages,
-    prefetch_line,
     tile_positions,
     unpack_pairs,
 )
-from oss_fused.kernels.launch import start_next
+from oss_fused.kernels.launch import prefetch_line, start_next
 from oss_fused.kernels.numerics import round_to
 
 # below every logit; finite, because a warp may see no position: -inf less itself would be NaN

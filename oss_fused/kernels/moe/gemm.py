@@ -20,6 +20,7 @@ import triton.language as tl
 
 from oss_fused.kernels.launch import start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.choice import load_tile
+from oss_fused.kernels.moe.group import first_group, of_group, prefetch_group
 from oss_fused.kernels.moe.tile import (
     activation_position,
     dot_tile,
@@ -186,24 +187,6 @@ def _fp8_products(x, weight, row, x_rows, x_mask, P: tl.constexpr):
 
 
 @triton.jit
-def _first_group(P: tl.constexpr):
-    """Of this program; the last one of an odd number of groups repeats one: same values."""
-    return tl.minimum(tl.program_id(0) * P.groups, (P.n + 63) // 64 - P.groups)
-
-
-@triton.jit
-def _of_group(weight, weight_scale, expert, group, P: tl.constexpr):
-    """Where the group's packed weights and scale words begin, or those of an expert in FP8."""
-    if P.mxfp4:
-        weight += expert * (P.n * (P.k // 2)) + group * (64 * (P.k // 2))
-        weight_scale += (expert * (P.n // 64) + group) * (64 * ((P.k + 127) // 128))
-    else:
-        weight += expert * (P.n * P.k)
-        weight_scale += expert * P.n
-    return weight, weight_scale
-
-
-@triton.jit
 def _load_rows(pointer, row, P: tl.constexpr):
     """What belongs to some of the N rows; the last group of an FP8 weight may lack rows."""
     if P.n % 64 == 0:
@@ -287,9 +270,12 @@ def _gate_up_kernel(
     DTYPE: tl.constexpr,
     P: tl.constexpr,
     EXPERTS: tl.constexpr = 0,
+    PREFETCHED: tl.constexpr = 0,
 ):
     """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, levels, OP], or DTYPE [P, N/2]."""
     SPAN: tl.constexpr = 32 * P.groups
+    if PREFETCHED > 0:
+        prefetch_group(weight, weight_scale, PREFETCHED, P)
     wait_for_inputs()
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
@@ -297,8 +283,8 @@ def _gate_up_kernel(
     if (expert < 0) | (count <= 0) | (begin < 0):
         return
     expert = expert.to(tl.int64)
-    group = _first_group(P)
-    weight, weight_scale = _of_group(weight, weight_scale, expert, group, P)
+    group = first_group(P)
+    weight, weight_scale = of_group(weight, weight_scale, expert, group, P)
     position = begin + tl.arange(0, P.rows)
     mask = tl.arange(0, P.rows) < count
     token = position * 0
@@ -363,8 +349,8 @@ def _down_kernel(
         wait_for_inputs()
         return
     expert = expert.to(tl.int64)
-    group = _first_group(P)
-    weight, weight_scale = _of_group(weight, weight_scale, expert, group, P)
+    group = first_group(P)
+    weight, weight_scale = of_group(weight, weight_scale, expert, group, P)
     # what the sums will be multiplied with and moved by comes with the weights
     row = tl.arange(0, 64 * P.groups)
     if P.mxfp4:

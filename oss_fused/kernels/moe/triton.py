@@ -206,6 +206,7 @@ def gate_up(
         DTYPE=_TRITON_DTYPES[dtype],
         P=product,
         EXPERTS=chosen,
+        PREFETCHED=0 if chosen else w13.shape[0],
         num_warps=4 * product.warpgroups,
         **pdl_options(w13.device),
     )
