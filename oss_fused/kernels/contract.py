@@ -218,6 +218,12 @@ class Contract:
         unknown = rules.keys() - parameters.keys()
         if unknown:
             raise TypeError(f"rules={sorted(unknown)}: expected names of {self.names}")
+        flags = {
+            name: OneOf(False, True)
+            for name, parameter in parameters.items()
+            if parameter.annotation in (bool, "bool") and name not in rules
+        }
+        rules = {**rules, **flags}
         # in the order of the declaration: what comes first binds the dimensions
         self.rules = tuple((self.names.index(name), name, rules[name]) for name in rules)
         self.sizes = example

@@ -161,7 +161,8 @@ def reference(args, window=0, sinks=None):
     table = args[3].clamp(max=args[1].shape[0] - 1)
     scales = (None, None, None)
     attend = get_kernel("torch", "decode_attention")
-    attend(*args[:3], table, args[4], out, args[4], 0.125, window, sinks, *scales)
+    arrivals = torch.zeros(out.numel(), dtype=torch.int32, device=CUDA)
+    attend(*args[:3], table, args[4], out, arrivals, 0.125, window, sinks, *scales)
     return out
 
 

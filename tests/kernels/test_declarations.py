@@ -138,7 +138,7 @@ def contract_of(function, rules, check=None, **example):
     return Contract(inspect.signature(function).parameters, rules, check, example)
 
 
-def product(a, b, bias=None, kind="x", count=1): ...
+def product(a, b, bias=None, kind="x", count=1, fast: bool = False): ...
 
 
 RULES = {
@@ -159,6 +159,7 @@ RULES = {
         (([2, 3], [4, 3], None, "z"), SchemeError, "kind='z': expected one of x, y"),
         (([2, 3], [4, 3], None, "x", 5), SchemeError, "count=5: expected 1 to 4"),
         (([2, 3], [4, 3], None, "x", float("nan")), SchemeError, "count=nan"),
+        (([2, 3], [4, 3], None, "x", 1, "y"), SchemeError, "fast='y': expected one of False, True"),
     ],
 )
 def test_rules(args, error, words):
@@ -204,7 +205,7 @@ def test_what_passed_is_not_checked_again_and_forgotten_in_time(monkeypatch):
         else:
             contract.check(args)
     assert seen == [1, 2, True]
-    contract.check((a, b, None, "x", 1, {"an option": "of a kernel"}))
+    contract.check((a, b, None, "x", 1, False, {"an option": "of a kernel"}))
     # each property that a rule sees: what failed fails again
     for wrong in (a.half(), a[:, :2], torch.zeros(3, 2).t(), a.to("meta")):
         for _ in range(2):

@@ -7,14 +7,13 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
-from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
 from oss_fused.kernels.moe.config import choose_config
 from oss_fused.kernels.moe.encode import empty_codes
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router import Routing
 from oss_fused.kernels.moe.router_norm import add_rms_norm_router
-from oss_fused.kernels.moe.triton import down, encode, gate_up
+from oss_fused.kernels.moe.triton import down, encode, gate_up, runs_gluon_products
 from oss_fused.kernels.norm.triton import add_rms_norm_quant
 
 
@@ -49,7 +48,9 @@ def norm_moe_norm(
     experts, rows13, _ = w13.shape
     fp8 = uses_fp8_activations(tokens, "swigluoai", fp8_min_tokens)
     levels = 1 if fp8 else 2
-    config = choose_config(tokens * top_k, experts, fp8, runs_gluon(x.device))
+    config = choose_config(
+        tokens * top_k, experts, fp8, runs_gluon_products(x.device, rows13, hidden)
+    )
     norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
     if tokens == 1:
         coded = empty_codes(x, 1, levels)
