@@ -10,6 +10,8 @@ from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
+from oss_fused.kernels.moe import config
+from oss_fused.kernels.moe import router as router_module
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.router import route
 
@@ -147,6 +149,67 @@ def test_rows_in_the_places_of_sorted_pairs(device, levels):
     of_token = [2, 0, 1, 1]
     assert torch.equal(codes[:4].view(torch.uint8), expected[0][of_token].view(torch.uint8))
     assert torch.equal(scale[:4], expected[1][of_token])
+
+
+# more pairs than are read at once in the second; experts that are not here in the last of each
+PAIRED = [(97, 32, 4, False), (130, 32, 8, True), (129, 7, 1, False), (129, 1, 1, False)]
+LARGE = [(300, 128, 8, True), (1000, 32, 4, False), (1000, 128, 4, True), (700, 256, 2, True)]
+PAIRED += [pytest.param(*case, marks=pytest.mark.gpu) for case in LARGE]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "mapped"), PAIRED)
+def test_codes_in_the_order_of_the_pairs(
+    device, monkeypatch, tokens, experts, top_k, mapped, together
+):
+    """Both forms of the launches behind the top-k, with ties and a row of NaN."""
+    monkeypatch.setattr(config, "_PLACED_WITH_CODES", 1024 if together else 0)
+    assert not config.routing_block(tokens, experts, False)[1]
+    if together:
+        monkeypatch.setattr(router_module, "place", None)
+        monkeypatch.setattr(router_module, "encode_rows", None)
+    torch.manual_seed(tokens)
+    logits = torch.randint(-3, 4, (tokens, experts), device=device).bfloat16()
+    logits[tokens // 2, 0] = float("nan")
+    x = torch.randn(tokens, 40, device=device).bfloat16()
+    local, expert_map = experts, None
+    if mapped:
+        # the local order is not the global one
+        local = experts - experts // 3
+        expert_map = torch.full((experts,), -1, dtype=torch.int32, device=device)
+        expert_map[experts // 3 :] = torch.arange(local, device=device).flip(0).int()
+    levels = 1 if mapped else 2
+    arguments = (logits, top_k, True, expert_map, local, 16, x, levels)
+    routing = route(*arguments, permute=not mapped, by_pair=True)
+    ids = routing.topk_ids.flatten()
+    assert torch.equal(routing.topk_ids, reference(logits, top_k, True)[1])
+    here = ids >= 0 if expert_map is None else expert_map[ids.long()] >= 0
+    order = torch.where(here, ids, experts).sort(stable=True).indices[: int(here.sum())]
+    place = torch.full_like(ids, -1)
+    place[order] = torch.arange(len(order), dtype=torch.int32, device=device)
+    assert torch.equal(routing.order[: len(order)].long(), order)
+    assert torch.equal(routing.place, place)
+    tiles, at = [], 0
+    for expert in range(experts):
+        count = int((ids[here] == expert).sum())
+        mine = expert if expert_map is None else int(expert_map[expert])
+        tiles += [[mine, at + n, min(16, count - n)] for n in range(0, count, 16)]
+        at += count
+    assert routing.tiles[: len(tiles)].tolist() == tiles
+    assert (routing.tiles[len(tiles) :, 0] == -1).all()
+    codes, scale = encode_rows(x, levels, permute=not mapped)
+    expected = codes.view(torch.uint8)[order // top_k]
+    assert torch.equal(routing.codes[: len(order)].view(torch.uint8), expected)
+    assert torch.equal(routing.scale[: len(order)], scale[order // top_k])
+
+
+def test_who_places_and_encodes_in_one_launch():
+    assert [config.placing_chunk(tokens, 4) for tokens in (97, 129, 257, 1024)] == [
+        *(512, 1024, 2048, 2048)
+    ]
+    assert config.placing_chunk(1025, 4) == 0
+    # the comparisons of a token's ids with a chunk stay in registers
+    assert config.placing_chunk(1000, 8) == 1024 and config.placing_chunk(1000, 64) == 128
 
 
 def test_one_level_is_the_token_quantisation(device):

@@ -15,6 +15,7 @@ from oss_fused.kernels.moe.config import (
     fp8_rows,
     fp8_variant,
     mxfp4_variant,
+    placing_chunk,
     router_part,
     routing_block,
 )
@@ -39,7 +40,8 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
     def kernels(tokens, gluon):
         fp8 = tokens >= fp8_from
         config = choose_config(tokens * top_k, experts, fp8, gluon)
-        return fp8, config, tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
+        blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
+        return fp8, config, config.sorted_codes and placing_chunk(tokens, top_k), blocks
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}

@@ -10,8 +10,8 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
 from oss_fused.kernels.moe.config import choose_config
 from oss_fused.kernels.moe.encode import empty_codes
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.moe.reference import uses_fp8_activations
-from oss_fused.kernels.moe.router import Routing
 from oss_fused.kernels.moe.router_norm import add_rms_norm_router
 from oss_fused.kernels.moe.triton import down, encode, gate_up, runs_gluon_products
 from oss_fused.kernels.norm.triton import add_rms_norm_quant

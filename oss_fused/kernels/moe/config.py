@@ -20,6 +20,8 @@ SHARED_ROWS = 16
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
 # encodes x (measured on an H200)
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
+# tokens up to which one launch places the pairs and encodes x: every token reads all ids there
+_PLACED_WITH_CODES = 1024
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ def mxfp4_variant(
         global_experts: of all ranks.
         fp8: FP8 activations.
     """
-    configs = (choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True))
-    return (fp8, *configs, *_routing(tokens, global_experts))
+    configs = [choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True)]
+    by_pair = any(config.sorted_codes for config in configs)
+    chunk = placing_chunk(tokens, top_k) if by_pair else 0
+    return (fp8, *configs, chunk, *_routing(tokens, global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
@@ -148,6 +152,16 @@ def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, b
     if tokens <= limit:
         return next_power_of_2(tokens), True
     return min(32, limit), False
+
+
+def placing_chunk(tokens: int, top_k: int) -> int:
+    """Pairs that a program reads at once where the launch that places the pairs also encodes x in
+    their order; 0: encoding is a launch of its own."""
+    if tokens > _PLACED_WITH_CODES:
+        return 0
+    # 2048 ids, and 8192 comparisons of them with a token's, in registers of four warps
+    most = max(128, min(2048, 8192 // next_power_of_2(top_k)))
+    return min(most, max(512, next_power_of_2(tokens * top_k)))
 
 
 def _routing(tokens: int, global_experts: int) -> tuple[object, ...]:

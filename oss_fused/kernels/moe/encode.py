@@ -33,7 +33,7 @@ NO_CODES = Encoded(None, None, None)
 
 
 @triton.jit
-def _codes(value, LEVELS: tl.constexpr):
+def row_codes(value, LEVELS: tl.constexpr):
     """(codes, codes of the second level, scale) of a float32 row; see moe/gemm.py for LEVELS."""
     amax = tl.max(magnitude_bits(value), 0)
     if LEVELS == 2:
@@ -53,7 +53,7 @@ def _codes(value, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_row(
+def store_encoded(
     rows,
     row,
     first,
@@ -64,6 +64,7 @@ def _store_row(
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
 ):
+    """Store what ``row_codes`` made as row ``row``."""
     HP: tl.constexpr = (H + 127) // 128 * 128
     column = tl.arange(0, BLOCK)
     target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + column
@@ -78,11 +79,11 @@ def _store_row(
 
 
 @triton.jit
-def _codes_of_row(x, row, H: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """``_codes`` of x's row."""
+def load_row(x, row, H: tl.constexpr, BLOCK: tl.constexpr):
+    """x's row as float32 [BLOCK], zeros beyond H."""
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row.to(tl.int64) * H + column, mask=column < H, other=0.0)
-    return _codes(value.to(tl.float32), LEVELS)
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -96,8 +97,8 @@ def store_row(
     PERMUTE: tl.constexpr,
 ):
     """Store codes and scale of float32 ``value`` [BLOCK], zeros beyond H, as row ``row``."""
-    first, second, unit = _codes(value, LEVELS)
-    _store_row(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+    first, second, unit = row_codes(value, LEVELS)
+    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 @triton.jit
@@ -110,8 +111,8 @@ def encode_row(
     PERMUTE: tl.constexpr,
 ):
     """Codes and scale of x's row ``row``."""
-    first, second, unit = _codes_of_row(rows.x, row, H, BLOCK, LEVELS)
-    _store_row(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+    first, second, unit = row_codes(load_row(rows.x, row, H, BLOCK), LEVELS)
+    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 @triton.jit
@@ -130,12 +131,12 @@ def _encode_kernel(
     if place is None:
         encode_row(rows, row, H, BLOCK, LEVELS, PERMUTE)
     else:
-        first, second, unit = _codes_of_row(rows.x, row, H, BLOCK, LEVELS)
+        first, second, unit = row_codes(load_row(rows.x, row, H, BLOCK), LEVELS)
         for slot in tl.static_range(TOP_K):
             target = tl.load(place + row * TOP_K + slot)
             # an expert that is not here has no place for the row
             if target >= 0:
-                _store_row(rows, target, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+                store_encoded(rows, target, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 def encode_rows(

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.gluon_tile import load_chunk, row_scale, store_codes, unpack
-from oss_fused.kernels.moe.router import Routing
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot
 
 _STAGES = 5

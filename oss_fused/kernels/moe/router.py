@@ -3,14 +3,13 @@
 
 Small batches take one launch: one program places the pairs, and one, which repeats the top-k,
 lists the tiles; those that follow turn the rows of x into e4m3 codes in the order of moe/tile.py.
-Larger batches take two: each program finds the top-k of its BT tokens and counts its pairs per
-expert, then each places its pairs, knowing everyone's counts; the codes are a third launch.
+Larger batches take two: in the first each program finds the top-k of its BT tokens, the second
+places the pairs (moe/place.py). The second also stores the codes where they lie in the order of
+the pairs and the tokens are not too many; else the codes are a third launch.
 Pairs of an expert keep their order (token, then slot), so nothing depends on timing.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,44 +17,18 @@ import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.moe.config import routing_block
-from oss_fused.kernels.moe.encode import Encoded, empty_codes, encode_row, encode_rows
+from oss_fused.kernels.moe.config import placing_chunk, routing_block
+from oss_fused.kernels.moe.encode import NO_CODES, Encoded, empty_codes, encode_row, encode_rows
+from oss_fused.kernels.moe.place import (
+    Routing,
+    Shape,
+    list_tiles,
+    local_ids,
+    place,
+    place_and_encode,
+    place_pairs,
+)
 from oss_fused.kernels.numerics import sort_keys
-
-
-class Routing(NamedTuple):
-    """Who computes what; P = T * top_k pairs.
-
-    topk_weights [T, top_k] float32 and topk_ids [T, top_k] int32 (global); order [P] int32 is the
-    pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
-    tiles [M, 3] int32 (local expert or -1, first position, rows); codes [T, levels, KP] e4m3 and
-    scale [T] float32 are x, or None where no x was given.
-
-    One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
-    and ids, order and place are None.
-    """
-
-    topk_weights: torch.Tensor
-    topk_ids: Any
-    order: Any
-    place: Any
-    tiles: torch.Tensor
-    codes: torch.Tensor | None
-    scale: torch.Tensor | None
-
-
-class _Shape(NamedTuple):
-    """What the routing kernels are compiled for.
-
-    Experts of all ranks, also rounded up to a power of two, and of a token; tokens of a program,
-    pairs of a tile.
-    """
-
-    experts: int
-    padded_experts: int
-    top_k: int
-    block: int
-    rows: int
 
 
 @triton.jit
@@ -125,63 +98,8 @@ def _topk(logits, routing, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl
 
 
 @triton.jit
-def _local_ids(expert_map, SHAPE: tl.constexpr):
-    """Local id [EP] of every expert, -1 where it is not here."""
-    column = tl.arange(0, SHAPE.padded_experts)
-    if expert_map is None:
-        return column
-    else:
-        return tl.load(expert_map + column, mask=column < SHAPE.experts, other=-1)
-
-
-@triton.jit
-def _place_pairs(chosen, here, base, routing, first, n_tokens, SHAPE: tl.constexpr):
-    """Store order and place of a block's pairs.
-
-    ``here`` [BT, EP]: whether a token has a pair with an expert of this rank; ``base`` [EP]: the
-    block's first position per expert.
-    """
-    K: tl.constexpr = SHAPE.top_k
-    token = first + tl.arange(0, SHAPE.block)
-    column = tl.arange(0, SHAPE.padded_experts)
-    pairs = here.to(tl.int32)
-    position = tl.where(here, base[None, :] + tl.cumsum(pairs, 0) - pairs, -1)
-    for i in tl.static_range(K):
-        # all others are below -1
-        of_slot = tl.where(column[None, :] == chosen[i][:, None], position, -2)
-        at = tl.max(of_slot, 1)
-        index = token * K + i
-        tl.store(routing.order + at, index, mask=at >= 0)
-        tl.store(routing.place + index, at, mask=token < n_tokens)
-
-
-@triton.jit
-def _list_tiles(counts, starts, expert_map, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
-    """Store (expert, first position, rows) of every tile; unused entries get expert -1."""
-    EP: tl.constexpr = SHAPE.padded_experts
-    ROWS: tl.constexpr = SHAPE.rows
-    expert = tl.arange(0, EP)
-    per_expert = (counts + ROWS - 1) // ROWS
-    ends = tl.cumsum(per_expert, 0)
-    for at in range(0, n_tiles, BM):
-        tile = at + tl.arange(0, BM)
-        owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        hit = expert[None, :] == owner[:, None]
-        nth = tile - tl.sum(tl.where(hit, (ends - per_expert)[None, :], 0), 1)
-        count = tl.sum(tl.where(hit, counts[None, :], 0), 1) - nth * ROWS
-        begin = tl.sum(tl.where(hit, starts[None, :], 0), 1) + nth * ROWS
-        mask = tile < n_tiles
-        owned = owner < EP
-        if expert_map is not None:
-            owner = tl.load(expert_map + owner, mask=owned, other=-1)
-        tl.store(tiles + tile * 3, tl.where(owned, owner, -1), mask=mask)
-        tl.store(tiles + tile * 3 + 1, begin, mask=mask)
-        tl.store(tiles + tile * 3 + 2, tl.minimum(count, ROWS), mask=mask)
-
-
-@triton.jit
 def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SINGLE: tl.constexpr):
-    """Top-k of BT tokens; then their pairs and tiles, or their counts for a second launch.
+    """Top-k of BT tokens; then their pairs and tiles, or their counts if the second launch asks.
 
     Where one block has all tokens, a second program repeats the top-k and lists the tiles.
     """
@@ -189,15 +107,15 @@ def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SING
     EP: tl.constexpr = SHAPE.padded_experts
     first = 0 if SINGLE else pid * SHAPE.block
     chosen, here = _topk(logits, routing, first, n_tokens, SHAPE, RENORMALIZE)
-    here &= (_local_ids(expert_map, SHAPE) >= 0)[None, :]
+    here &= (local_ids(expert_map, SHAPE) >= 0)[None, :]
     count = tl.sum(here.to(tl.int32), 0)
     if SINGLE:
         start = tl.cumsum(count, 0) - count
         if pid == 0:
-            _place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
+            place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
         else:
-            _list_tiles(count, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
-    else:
+            list_tiles(count, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
+    elif counts is not None:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
 
@@ -233,40 +151,6 @@ def _route_kernel(
         _route_block(pid, work, SHAPE, RENORMALIZE, SINGLE)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
-def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.constexpr):
-    EP: tl.constexpr = SHAPE.padded_experts
-    K: tl.constexpr = SHAPE.top_k
-    pid = tl.program_id(0)
-    blocks = (n_tokens + SHAPE.block - 1) // SHAPE.block
-    start_next()
-    wait_for_inputs()
-    expert = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
-    for at in range(0, blocks, 32):
-        block = at + tl.arange(0, 32)
-        part = tl.load(
-            counts + block[:, None] * EP + expert[None, :], mask=(block < blocks)[:, None], other=0
-        )
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where((block < pid)[:, None], part, 0), 0)
-    start = tl.cumsum(total, 0) - total
-    first = pid * SHAPE.block
-    token = first + tl.arange(0, SHAPE.block)
-    chosen = ()
-    BT: tl.constexpr = SHAPE.block
-    here = tl.zeros((BT, EP), tl.int1)
-    for i in tl.static_range(K):
-        of_slot = tl.load(routing.topk_ids + token * K + i, mask=token < n_tokens, other=-1)
-        chosen += (of_slot,)  # type: ignore[assignment]
-        here |= of_slot[:, None] == expert[None, :]
-    here &= (_local_ids(expert_map, SHAPE) >= 0)[None, :]
-    _place_pairs(chosen, here, start + before, routing, first, n_tokens, SHAPE)
-    if pid == 0:
-        _list_tiles(total, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
-
-
 def route(
     router_logits: torch.Tensor,
     top_k: int,
@@ -277,35 +161,63 @@ def route(
     x: torch.Tensor | None = None,
     levels: int = 2,
     permute: bool = True,
+    by_pair: bool = False,
 ) -> Routing:
     """Route T >= 1 tokens, list tiles of up to ``rows`` pairs, encode the rows of ``x``.
 
-    ``experts`` are those of this rank, the ones ``expert_map`` maps to.
+    ``experts`` are those of this rank, the ones ``expert_map`` maps to. ``by_pair`` puts a row of
+    codes into the place of each pair, [P, levels, KP]; behind those computed here nothing is
+    written.
     """
     router_logits = router_logits.contiguous()
     tokens, global_experts = router_logits.shape
-    block, single = routing_block(tokens, global_experts, x is not None)
+    block, single = routing_block(tokens, global_experts, x is not None and not by_pair)
     padded_experts = max(16, next_power_of_2(max(global_experts, experts)))
-    shape = _Shape(global_experts, padded_experts, top_k, block, rows)
-    blocks = 2 if single else cdiv(tokens, block)
-    warps = 4 if block * padded_experts <= 2048 else 8
-    counts = None
-    if not single:
-        counts = router_logits.new_empty((blocks, padded_experts), dtype=torch.int32)
-    encoded, width = Encoded(None, None, None), 128
-    if x is not None and single:
-        encoded, width = empty_codes(x.contiguous(), tokens, levels), x.shape[1]
+    shape = Shape(global_experts, padded_experts, top_k, block, rows)
     n_tiles = max(1, min(tokens * top_k, experts + tokens * top_k // rows))
     routing = _empty_routing(router_logits, top_k, n_tiles)
-    options = pdl_options(router_logits.device)
-    _route_kernel[(blocks + (0 if encoded.x is None else tokens),)](
+    chunk = placing_chunk(tokens, top_k) if x is not None and by_pair and not single else 0
+    x = None if x is None else x.contiguous()
+    encoded, counts = NO_CODES, None
+    if single and x is not None and not by_pair:
+        encoded = empty_codes(x, tokens, levels)
+    if not single and not chunk:
+        counts = router_logits.new_empty((cdiv(tokens, block), padded_experts), dtype=torch.int32)
+    into = (routing, counts, encoded)
+    _launch(router_logits, expert_map, into, shape, renormalize, single, permute)
+    if chunk and x is not None:
+        return place_and_encode(x, routing, expert_map, shape, chunk, levels, permute)
+    if counts is not None:
+        place(routing, counts, expert_map, shape)
+    if x is None or encoded.x is not None:
+        return routing._replace(codes=encoded.codes, scale=encoded.scale)
+    codes, scale = encode_rows(x, levels, permute, routing.place if by_pair else None)
+    return routing._replace(codes=codes, scale=scale)
+
+
+def _launch(
+    router_logits: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    into: tuple[Routing, torch.Tensor | None, Encoded],
+    shape: Shape,
+    renormalize: bool,
+    single: bool,
+    permute: bool,
+) -> None:
+    """The first launch; ``into``: the routing, and counts and codes where they are wanted."""
+    routing, counts, encoded = into
+    tokens = router_logits.shape[0]
+    coded = encoded.x is not None
+    width, levels = (encoded.x.shape[1], encoded.codes.shape[1]) if coded else (128, 2)
+    blocks = 2 if single else cdiv(tokens, shape.block)
+    _route_kernel[(blocks + (tokens if coded else 0),)](
         router_logits,
         expert_map,
         routing,
         counts,
         encoded,
         tokens,
-        n_tiles,
+        routing.tiles.shape[0],
         SHAPE=shape,
         RENORMALIZE=renormalize,
         SINGLE=single,
@@ -313,17 +225,9 @@ def route(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        num_warps=warps,
-        **options,
+        num_warps=4 if shape.block * shape.padded_experts <= 2048 else 8,
+        **pdl_options(router_logits.device),
     )
-    if not single:
-        _place_kernel[(blocks,)](
-            expert_map, routing, counts, tokens, n_tiles, SHAPE=shape, num_warps=4, **options
-        )
-    if x is None or single:
-        return routing._replace(codes=encoded.codes, scale=encoded.scale)
-    codes, scale = encode_rows(x.contiguous(), levels, permute)
-    return routing._replace(codes=codes, scale=scale)
 
 
 def _empty_routing(router_logits: torch.Tensor, top_k: int, n_tiles: int) -> Routing:

@@ -34,7 +34,7 @@ from oss_fused.kernels.moe.gluon_tile import (
     unpack,
     unpack_copied,
 )
-from oss_fused.kernels.moe.router import Routing
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.pipeline import (
     copy_box,
     descriptor,

@@ -16,8 +16,9 @@ from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_f
 from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.moe.reference import uses_fp8_activations
-from oss_fused.kernels.moe.router import Routing, route
+from oss_fused.kernels.moe.router import route
 from oss_fused.kernels.numerics import round_to
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -143,14 +144,17 @@ def encode(
     config: MoEConfig,
 ) -> Routing:
     """Routing, and x as codes: a row a token, for many tokens one for each sorted pair."""
-    given = None if config.sorted_codes else x
-    routing = route(
-        router_logits, top_k, renormalize, expert_map, experts, config.rows, given, levels
+    return route(
+        router_logits,
+        top_k,
+        renormalize,
+        expert_map,
+        experts,
+        config.rows,
+        x,
+        levels,
+        by_pair=config.sorted_codes,
     )
-    if config.sorted_codes:
-        codes, scale = encode_rows(x.contiguous(), levels, place=routing.place)
-        routing = routing._replace(codes=codes, scale=scale)
-    return routing
 
 
 def _gluon_product(config: MoEConfig) -> Callable[..., None]:
