@@ -14,7 +14,16 @@ import torch
 import oss_fused.kernels
 from oss_fused.kernels.attention import launches
 from oss_fused.kernels.attention import triton as attention_decode
-from oss_fused.kernels.attention.launches import LEAST_ITEMS, registers_of, stream_for, streams
+from oss_fused.kernels.attention.launches import (
+    LEAST_ITEMS,
+    LEAST_SHORT,
+    Stream,
+    launch_for,
+    most_stages,
+    registers_of,
+    stream_for,
+    streams,
+)
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.op import get_kernel
 
@@ -27,7 +36,9 @@ LENS = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 0]
 
 def test_the_rule_takes_large_batches_of_heads_that_fit():
     shape = {"heads": 8, "group": 8, "head_dim": 64, "window": 0, "page_size": 16}
-    assert streams(LEAST_ITEMS // 8, **shape) and not streams(LEAST_ITEMS // 8 - 1, **shape)
+    for window, least in ((0, LEAST_ITEMS), (128, LEAST_SHORT), (129, LEAST_ITEMS)):
+        like = {**shape, "window": window}
+        assert streams(-(-least // 8), **like) and not streams((least - 1) // 8, **like)
     rows = 4 * LEAST_ITEMS
     for good in ({"group": 1}, {"head_dim": 128}, {"window": 16}, {"page_size": 48}):
         assert streams(rows, **{**shape, **good}), good
@@ -38,13 +49,34 @@ def test_the_rule_takes_large_batches_of_heads_that_fit():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_fit_a_multiprocessor(head_dim):
+    launches_of = {stream_for(head_dim, items) for items in range(1, 1025)}
     for tile in (64, 128):
-        for ctas in (0, 1, 2, 3):
-            launch = stream_for(head_dim, tile, ctas)
-            stage = 2 * head_dim * (2 * launch.tile + launches.MOST_GROUP)
-            assert launch.ctas * launch.stages * stage <= 228 * 1024
-            assert registers_of(head_dim, launch) % 8 == 0
-            assert registers_of(head_dim, launch) * 256 * launch.ctas <= 65536
+        for ctas in (1, 2, 3):
+            launches_of.add(Stream(tile, most_stages(head_dim, tile, ctas), ctas))
+    assert len(launches_of) >= 6
+    for launch in launches_of:
+        stage = 2 * head_dim * (2 * launch.tile + launches.MOST_GROUP)
+        assert launch.ctas * launch.stages * stage <= 228 * 1024
+        assert registers_of(head_dim, launch) % 8 == 0
+        assert registers_of(head_dim, launch) * 256 * launch.ctas <= 65536
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warm_up_meets_every_launch(head_dim, window):
+    """layers/vllm/attention.py launches powers of two and the largest batch."""
+
+    def compiled(rows, heads):
+        if streams(rows, heads, 4, head_dim, window, 16):
+            return stream_for(head_dim, rows * heads)
+        launch = launch_for(rows, heads, head_dim, False, window, 4096)
+        return launch._replace(splits=0, min_tiles=0)
+
+    for heads in range(1, 17):
+        for most in (1, 5, 13, 21, 100, 1000):
+            warm = {1 << power for power in range(most.bit_length())} | {most}
+            met = {compiled(rows, heads) for rows in warm}
+            assert {compiled(rows, heads) for rows in range(1, most + 1)} <= met, (heads, most)
 
 
 def test_a_cpu_never_takes_it():
@@ -70,7 +102,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from oss_fused.kernels.attention.launches import stream_for
+from oss_fused.kernels.attention.launches import Stream, most_stages
 from oss_fused.kernels.attention.stream import decode_stream
 
 
@@ -95,7 +127,8 @@ query, ones = torch.zeros(64, heads, size).bfloat16(), torch.ones(64, dtype=torc
 cache = torch.zeros(1, kv_heads, page, 2 * size).bfloat16().transpose(1, 2)
 decode_stream(
     query, *cache.split(size, -1), ones[:, None], ones, torch.zeros_like(query),
-    0.1, window, torch.zeros(heads) if sinks else None, True, stream_for(size, ctas=ctas),
+    0.1, window, torch.zeros(heads) if sinks else None, True,
+    Stream(64, most_stages(size, 64, ctas), ctas),
 )
 # of the products, those that read their left operand, the values, transposed
 products = [line.split(", ") for line in made[0].asm["ptx"].splitlines() if "wgmma.mma" in line]
@@ -151,7 +184,7 @@ def run(args, window=0, sinks=None, out=None, how=None, prefetch=False):
     from oss_fused.kernels.attention.stream import decode_stream
 
     out = torch.full_like(args[0], float("nan")) if out is None else out
-    how = how or stream_for(args[0].shape[2])
+    how = how or stream_for(args[0].shape[2], args[0].shape[0] * args[1].shape[2])
     decode_stream(*args, out, 0.125, window, sinks, prefetch, how)
     return out
 
@@ -199,9 +232,9 @@ def test_equals_reference(hopper, window, q_heads, heads, dim, page, dtype, copi
 @pytest.mark.parametrize("ctas", [1, 2, 3])
 def test_any_number_of_stages(hopper, dim, tile, ctas):
     args = make(LENS * 40, 16, 2, dim)
-    expected, most = reference(args), stream_for(dim, tile, ctas)
-    for stages in {1, 2, most.stages}:
-        actual = run(args, how=most._replace(stages=stages))
+    expected, most = reference(args), most_stages(dim, tile, ctas)
+    for stages in {1, 2, most}:
+        actual = run(args, how=Stream(tile, stages, ctas))
         torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 

@@ -169,6 +169,17 @@ def test_warm_up_compiles_both(monkeypatch):
     assert seen == [(1,), (1, 4), (2,), (2, 4), (4,), (4, 4), (8,), (16,)]
 
 
+def test_warm_up_ends_with_the_largest_batch(monkeypatch):
+    (layer,) = adopted(implementation(), sequences=16)
+    layer.impl.max_rows, seen = 13, []
+    monkeypatch.setattr(
+        torch.ops.oss_fused, "decode_attention", lambda query, *_: seen.append(len(query))
+    )
+    monkeypatch.setattr(attention, "_warm", set())
+    attention._warm_up(layer.impl, torch.bfloat16)
+    assert seen == [1, 2, 4, 8, 13]
+
+
 def test_too_many_drafts_are_flash_attentions_and_said_once(monkeypatch):
     said = []
     monkeypatch.setattr(attention.logger, "warning_once", lambda text, *a: said.append(text % a))

@@ -52,8 +52,9 @@ _LAUNCHES = {
         Launch(1, 64, 2, 1, 4),
     ),
 }
-# sequences times KV heads from which stream.py takes a batch: it does not split a context
-LEAST_ITEMS = 512
+# sequences times KV heads from which stream.py takes a batch: it does not split a context; with
+# short windows, which nothing splits; no two changes of launch between powers of two
+LEAST_ITEMS, LEAST_SHORT = 65, 64
 # query heads of a KV head that it takes: columns of its products
 MOST_GROUP = 8
 # positions that it copies at once; a page is a multiple, and a window has as many at least
@@ -81,12 +82,20 @@ def _stream_bytes(head_dim: int, tile: int) -> int:
     return 2 * head_dim * (2 * tile + MOST_GROUP)
 
 
-def stream_for(head_dim: int, tile: int = 64, ctas: int = 0) -> Stream:
-    """As many stages as fit ``ctas`` programs of a multiprocessor; by default the launch that was
-    fastest on an H200 at batches of 64 to 256 (docs/decode.md)."""
-    ctas = ctas or 256 // head_dim
-    stages = (_SHARED_MEMORY // ctas - _RESERVED) // _stream_bytes(head_dim, tile)
-    return Stream(tile, min(stages, 8), ctas)
+def most_stages(head_dim: int, tile: int, ctas: int) -> int:
+    """As many stages as fit ``ctas`` programs of a multiprocessor, at most 8."""
+    return min((_SHARED_MEMORY // ctas - _RESERVED) // _stream_bytes(head_dim, tile), 8)
+
+
+def stream_for(head_dim: int, items: int) -> Stream:
+    """The launch of ``items`` (sequences times KV heads): the fastest on an H200 over contexts of
+    130 to 32768 (docs/results/notes/decode.md)."""
+    if head_dim == 64:
+        # with many programs two tiles are enough on their way, and the next kernel finds room
+        return Stream(64, 3 if items < 512 else 2, 4)
+    # a power of two times the heads falls into each range: warm-up meets every launch
+    ctas = 3 if items < 256 else 2
+    return Stream(64, most_stages(head_dim, 64, ctas), ctas)
 
 
 def registers_of(head_dim: int, launch: Stream) -> int:
@@ -105,8 +114,9 @@ def streams(rows: int, heads: int, group: int, head_dim: int, window: int, page_
 
     Like ``launch_for`` it depends on nothing that changes between replays of a CUDA graph.
     """
+    short = 0 < window <= _SHORT_WINDOW.block_n
     return (
-        rows * heads >= LEAST_ITEMS
+        rows * heads >= (LEAST_SHORT if short else LEAST_ITEMS)
         and group <= MOST_GROUP
         and head_dim in (64, 128)
         and page_size % RUN == 0

@@ -328,7 +328,7 @@ def decode_attention(
         from oss_fused.kernels.attention.stream import decode_stream
 
         cache = (query, key_cache, value_cache, block_table, seq_lens, out)
-        how = stream_for(head_dim)
+        how = stream_for(head_dim, rows * key_cache.shape[2])
         decode_stream(*cache, softmax_scale, window, sinks, prefetch_table, how)
         return
     heads, group = key_cache.shape[2], q_heads // key_cache.shape[2]

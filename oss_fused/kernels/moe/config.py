@@ -21,7 +21,7 @@ SHARED_ROWS = 16
 # encodes x (measured on an H200)
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
 # tokens up to which one launch places the pairs and encodes x: every token reads all ids there
-_PLACED_WITH_CODES = 1024
+_PLACED_WITH_CODES = 768
 
 
 @dataclass(frozen=True)

@@ -273,9 +273,9 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
             torch.empty(1, heads, size, dtype=dtype, device=device),
             *(impl.scale, window, impl.sinks, one, one, one),
         )
-    rows = 1
-    # the number of splits falls with the rows, down to one
-    while rows <= min(1024, impl.max_rows):
+    most = min(1024, impl.max_rows)
+    # the launch changes with the rows, at most once between one power of two and the next
+    for rows in sorted({1 << power for power in range(most.bit_length())} | {most}):
         query = torch.zeros(rows, heads, size, dtype=cache_dtype, device=device)
         out = torch.empty(rows, heads, size, dtype=dtype, device=device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
@@ -290,4 +290,3 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
                 *(impl.scale, window, impl.sinks, one, one, one, True),
                 *several,
             )
-        rows *= 2
