@@ -13,7 +13,14 @@ import torch
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.bench.timing import copies_for, time_graph
-from oss_fused.kernels.attention.launches import Launch, launch_for, tokens_per_program
+from oss_fused.kernels.attention.launches import (
+    Launch,
+    Stream,
+    launch_for,
+    stream_for,
+    streams,
+    tokens_per_program,
+)
 from oss_fused.kernels.integers import cdiv
 
 FP8 = torch.float8_e4m3fn
@@ -152,9 +159,13 @@ class Case:
 
         return [functools.partial(call, *cache) for cache in self.caches]
 
-    def launch(self) -> Launch:
+    def launch(self) -> Launch | Stream:
         """Launch that the rule chooses for this case."""
         shape = self.shape
+        heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+        streamed = streams(self.batch, heads, group, shape.head_dim, shape.window, PAGE)
+        if streamed and self.queries == 1 and not shape.fp8:
+            return stream_for(shape.head_dim, self.batch * heads)
         positions = self.table.shape[1] * PAGE
         tokens = tokens_per_program(self.queries, shape.heads // shape.kv_heads, shape.head_dim)
         return launch_for(
