@@ -276,7 +276,7 @@ def _tiles_of(boxes, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit(do_not_specialize=["table_stride", "items"])
-def _decode_stream_kernel(
+def _attention_stream_kernel(
     q_desc,
     k_desc,
     v_desc,
@@ -357,7 +357,7 @@ def decode_stream(
     _, page_size, heads, _ = key_cache.shape
     items = rows * heads
     shape = _Shape(heads, q_heads // heads, head_dim, window, page_size, launch.tile, RUN, _COLUMNS)
-    _decode_stream_kernel[(min(items, multiprocessors(query.device) * launch.ctas),)](
+    _attention_stream_kernel[(min(items, multiprocessors(query.device) * launch.ctas),)](
         _query_descriptor(query),
         _cache_descriptor(key_cache),
         _cache_descriptor(value_cache),
