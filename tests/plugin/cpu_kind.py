@@ -39,6 +39,14 @@ def tell_vllm(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", without_amx)
 
 
+def skip_without_fp8_cache() -> None:
+    """Skip a test where vLLM has no FP8 KV cache: on a CPU without AVX-512 and AMX."""
+    cpu = torch.cpu
+    if torch.cuda.is_available() or cpu._is_avx512_supported() or cpu._is_amx_tile_supported():
+        return
+    pytest.skip("vLLM's FP8 KV cache on a CPU needs AVX-512 or AMX")
+
+
 @pytest.fixture(params=[False, True], ids=["plain", "amx"])
 def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both kinds of CPU, one after the other."""

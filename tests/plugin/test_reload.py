@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from oss_fused.errors import CheckpointError
 from tests.plugin.conftest import Engine, build, calibrate, edit, tensors_of, to_mxfp4
+from tests.plugin.cpu_kind import skip_without_fp8_cache
 
 pytestmark = pytest.mark.serve
 
@@ -156,6 +157,7 @@ def qwen2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
+    skip_without_fp8_cache()
     served = Served(tmp_path_factory.mktemp("calibrated"), make_calibrated)
     yield served
     served.engine.close()

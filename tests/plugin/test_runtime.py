@@ -22,6 +22,7 @@ from tests.plugin.conftest import (
     tensors_of,
     to_mxfp4,
 )
+from tests.plugin.cpu_kind import skip_without_fp8_cache
 
 pytestmark = pytest.mark.serve
 
@@ -38,6 +39,7 @@ def make(kind: str, folder: Path, **changes) -> tuple[Path, dict]:
             "additional_config": {"oss_fused": {"lm_head": True}},
         }
     if kind == "calibrated":
+        skip_without_fp8_cache()
         return calibrate(build(folder, "llama", **changes), inputs="tensor", kv=True), {}
     if kind == "mxfp4":
         return to_mxfp4(build(folder, "gpt_oss", **changes)), {"quantization": "oss_fp8"}

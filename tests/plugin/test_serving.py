@@ -14,7 +14,7 @@ from tests.plugin.conftest import (
     tensors_of,
     to_mxfp4,
 )
-from tests.plugin.cpu_kind import tell_vllm
+from tests.plugin.cpu_kind import skip_without_fp8_cache, tell_vllm
 
 pytestmark = pytest.mark.serve
 
@@ -151,6 +151,7 @@ def test_gpt_oss_calibrated(experts, tmp_path, engine):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_fp8_kv_cache(family, tmp_path, engine):
+    skip_without_fp8_cache()
     folder = build(tmp_path / "bf16", family)
     ignore = ("lm_head",)
     experts = "bf16" if family == "gpt_oss" else None
@@ -167,6 +168,7 @@ def test_fp8_kv_cache(family, tmp_path, engine):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_dummy_weights(family, tmp_path, engine):
+    skip_without_fp8_cache()
     experts = "fp8" if family == "gpt_oss" else None
     folder = calibrate(build(tmp_path, family), ignore=(), experts=experts, kv=True)
     served = engine(folder, load_format="dummy")
@@ -184,6 +186,7 @@ def test_other_quantisations_keep_vllms_layers(tmp_path, engine):
 
 
 def test_sliding_window_layers_may_keep_their_cache(tmp_path, engine):
+    skip_without_fp8_cache()
     folder = build(tmp_path / "bf16", "gpt_oss")
     checkpoint = calibrate(build(tmp_path / "fp8", "gpt_oss"), ignore=(), experts="bf16", kv=True)
     served = engine(checkpoint, kv_cache_dtype_skip_layers=["sliding_window"])
