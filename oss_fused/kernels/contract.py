@@ -219,7 +219,8 @@ class Contract:
         if unknown:
             raise TypeError(f"rules={sorted(unknown)}: expected names of {self.names}")
         flags = {
-            name: OneOf(False, True)
+            # an example takes the default
+            name: OneOf(parameter.default is True, parameter.default is not True)
             for name, parameter in parameters.items()
             if parameter.annotation in (bool, "bool") and name not in rules
         }

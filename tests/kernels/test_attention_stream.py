@@ -56,7 +56,8 @@ def test_programs_fit_a_multiprocessor(head_dim):
     assert len(launches_of) >= 6
     for launch in launches_of:
         stage = 2 * head_dim * (2 * launch.tile + launches.MOST_GROUP)
-        assert launch.ctas * launch.stages * stage <= 228 * 1024
+        # barriers, weights and what a program takes for the system
+        assert launch.ctas * (launch.stages * stage + 3 * 1024) <= 228 * 1024
         assert registers_of(head_dim, launch) % 8 == 0
         assert registers_of(head_dim, launch) * 256 * launch.ctas <= 65536
 
@@ -102,7 +103,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from oss_fused.kernels.attention.launches import Stream, most_stages
+from oss_fused.kernels.attention.launches import stream_for
 from oss_fused.kernels.attention.stream import decode_stream
 
 
@@ -122,13 +123,13 @@ JITFunction.run = lambda self, *args, warmup, **options: made.append(
     run(self, *args, warmup=True, **options)
 )
 driver.set_active(Gpu())
-heads, kv_heads, size, window, page, ctas, sinks = map(int, sys.argv[1:])
+heads, kv_heads, size, window, page, items, sinks = map(int, sys.argv[1:])
 query, ones = torch.zeros(64, heads, size).bfloat16(), torch.ones(64, dtype=torch.int32)
 cache = torch.zeros(1, kv_heads, page, 2 * size).bfloat16().transpose(1, 2)
 decode_stream(
     query, *cache.split(size, -1), ones[:, None], ones, torch.zeros_like(query),
     0.1, window, torch.zeros(heads) if sinks else None, True,
-    Stream(64, most_stages(size, 64, ctas), ctas),
+    stream_for(size, items),
 )
 # of the products, those that read their left operand, the values, transposed
 products = [line.split(", ") for line in made[0].asm["ptx"].splitlines() if "wgmma.mma" in line]
@@ -138,27 +139,27 @@ print(made[0].metadata.shared, len(products), transposed)
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "window", "page", "ctas", "sinks"),
+    ("heads", "size", "window", "page", "items", "sinks"),
     [
-        ((64, 8), 64, 0, 16, 2, 1),
-        ((64, 8), 64, 128, 16, 2, 1),
-        ((32, 8), 128, 0, 32, 2, 0),
-        ((32, 8), 128, 128, 16, 3, 0),
+        ((64, 8), 64, 0, 16, 65, 1),
+        ((64, 8), 64, 128, 16, 512, 1),
+        ((32, 8), 128, 0, 32, 256, 0),
+        ((32, 8), 128, 128, 16, 65, 0),
     ],
 )
-def test_it_compiles_for_hopper(heads, size, window, page, ctas, sinks, tmp_path):
+def test_it_compiles_for_hopper(heads, size, window, page, items, sinks, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(_COMPILE)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = str(Path(oss_fused.__file__).parents[1])
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
-    numbers = (*heads, size, window, page, ctas, sinks)
+    numbers = (*heads, size, window, page, items, sinks)
     command = [sys.executable, str(program), *map(str, numbers)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     shared, products, transposed = map(int, done.stdout.split()[-3:])
     # each program also takes 1 KB for the system
-    assert ctas * (shared + 1024) <= 228 * 1024
+    assert stream_for(size, items).ctas * (shared + 1024) <= 228 * 1024
     # keys and values are read once each, 64 rows times 16 columns at a time
     assert products == 2 * transposed == size // 8
 

@@ -152,8 +152,15 @@ def test_rows_in_the_places_of_sorted_pairs(device, levels):
 
 
 # more pairs than are read at once in the second; experts that are not here in the last of each
-PAIRED = [(97, 32, 4, False), (130, 32, 8, True), (129, 7, 1, False), (129, 1, 1, False)]
-LARGE = [(300, 128, 8, True), (1000, 32, 4, False), (1000, 128, 4, True), (700, 256, 2, True)]
+PAIRED = [(97, 32, 4, False), (130, 32, 8, True)]
+LARGE = [
+    (129, 7, 1, False),
+    (129, 1, 1, False),
+    (300, 128, 8, True),
+    (1000, 32, 4, False),
+    (1000, 128, 4, True),
+    (700, 256, 2, True),
+]
 PAIRED += [pytest.param(*case, marks=pytest.mark.gpu) for case in LARGE]
 
 

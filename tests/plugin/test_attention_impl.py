@@ -180,6 +180,20 @@ def test_warm_up_ends_with_the_largest_batch(monkeypatch):
     assert seen == [1, 2, 4, 8, 13]
 
 
+def test_warm_up_ends_with_the_largest_batch_of_drafts(monkeypatch):
+    (layer,) = adopted(implementation(), drafts=3, sequences=16)
+    layer.impl.max_rows, seen = 52, []
+    monkeypatch.setattr(
+        torch.ops.oss_fused,
+        "decode_attention",
+        lambda *arguments: seen.append((len(arguments[0]), *arguments[15:])),
+    )
+    monkeypatch.setattr(attention, "_warm", set())
+    attention._warm_up(layer.impl, torch.bfloat16)
+    assert [rows for rows, *drafts in seen if drafts] == [1, 2, 4, 8, 13]
+    assert [rows for rows, *drafts in seen if not drafts] == [1, 2, 4, 8, 16, 32, 52]
+
+
 def test_too_many_drafts_are_flash_attentions_and_said_once(monkeypatch):
     said = []
     monkeypatch.setattr(attention.logger, "warning_once", lambda text, *a: said.append(text % a))

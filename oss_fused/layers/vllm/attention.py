@@ -254,6 +254,11 @@ def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     when_ready(functools.partial(_run_rows, impl, dtype))
 
 
+def _batches_up_to(most: int) -> set[int]:
+    """Powers of two and ``most``: the launch changes at most once between two of them."""
+    return {1 << power for power in range(most.bit_length())} | {most} - {0}
+
+
 def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
@@ -273,15 +278,17 @@ def _run_rows(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
             torch.empty(1, heads, size, dtype=dtype, device=device),
             *(impl.scale, window, impl.sinks, one, one, one),
         )
-    most = min(1024, impl.max_rows)
-    # the launch changes with the rows, at most once between one power of two and the next
-    for rows in sorted({1 << power for power in range(most.bit_length())} | {most}):
+    singles = _batches_up_to(min(1024, impl.max_rows))
+    drafted = set()
+    if impl.max_queries > 1:
+        drafted = _batches_up_to(min(1024, impl.max_rows // impl.max_queries))
+    for rows in sorted(singles | drafted):
         query = torch.zeros(rows, heads, size, dtype=cache_dtype, device=device)
         out = torch.empty(rows, heads, size, dtype=dtype, device=device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         lens = torch.ones(rows, dtype=torch.int32, device=device)
-        batches: list[tuple[Any, ...]] = [()]
-        if 1 < impl.max_queries <= impl.max_rows // rows:
+        batches: list[tuple[Any, ...]] = [()] if rows in singles else []
+        if rows in drafted:
             starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
             batches.append((starts, impl.max_queries))
         for several in batches:
