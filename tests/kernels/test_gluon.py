@@ -91,6 +91,15 @@ def test_nan_stays_in_its_row(hopper, name, config):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m", [40, 64, 100, 256, 600])
+def test_float32_results_fit_the_shared_memory(hopper, m):
+    a, b, a_scale, b_scale = operands(m, 1024, 4096)
+    arguments = (a, b, a_scale, b_scale, None, torch.float32)
+    expected = get_kernel("torch", "fp8_gemm")(*arguments)
+    torch.testing.assert_close(ops.fp8_gemm(*arguments), expected, rtol=2e-2, atol=1.0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 2, 8, 64, 300, 1024])
 def test_weights_quantised_just_before(hopper, m):
     """In a graph nothing lies between the quantiser and a product that fetches ahead."""

@@ -95,11 +95,11 @@ def test_tables_fit_the_launchers(path):
         assert config.get("block_m", bucket) >= min(bucket, 64)
 
 
-def _ring(k, tile):
+def _ring(k, tile, wide=False):
     from oss_fused.kernels.gemm.stream import stream_stages
 
     return stream_stages(
-        k, tile["block_m"], tile["block_n"], tile.get("block_k", 256), tile["ctas"]
+        k, tile["block_m"], tile["block_n"], tile.get("block_k", 256), tile["ctas"], wide
     )
 
 
@@ -121,7 +121,7 @@ def test_no_stream_that_waits_for_itself_is_launched():
                 assert (config["block_k"], config["ctas"]) == (512, 2)
     assert refused
     a, b, scale = torch.empty(8, 2880).to(FP8), torch.empty(256, 2880).to(FP8), torch.ones(1)
-    out = torch.empty(8, 256)
+    out = torch.empty(8, 256, dtype=torch.bfloat16)
     with pytest.raises(TritonKernelError, match="shared memory holds two stages, it holds 1"):
         gemm_stream(a, b, scale, scale, None, out, block_m=8, block_n=128, block_k=512, ctas=2)
 
@@ -146,3 +146,7 @@ def test_rules_and_tables_leave_two_stages():
         found += [(int(key.split("x")[0]), tile) for key, tile in table.items()]
     streams = [(bucket, tile) for bucket, tile in found if tile["kernel"] == "stream"]
     assert streams and all(_ring(65536, tile) >= 2 for bucket, tile in streams)
+    # of a float32 result, whose layout is exchanged in 16 KB
+    for _, tile in streams:
+        half = {**tile, "block_k": min(tile.get("block_k", 256), 128)}
+        assert _ring(65536, half, wide=True) >= 2, tile

@@ -27,6 +27,8 @@ from oss_fused.kernels.pipeline import barriers_of, copy_box, descriptor, free_p
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 4 * 1024
+# and for the exchange of a float32 result's layout
+_EXCHANGE = 16 * 1024
 
 
 @gluon.jit
@@ -168,8 +170,10 @@ def _gemm_stream_kernel(
     )
 
 
-def stream_stages(k: int, block_m: int, block_n: int, block_k: int, ctas: int) -> int:
-    """Stages of the ring where ``ctas`` share a multiprocessor.
+def stream_stages(
+    k: int, block_m: int, block_n: int, block_k: int, ctas: int, wide: bool = False
+) -> int:
+    """Stages of the ring where ``ctas`` share a multiprocessor; ``wide``: of a float32 result.
 
     The product of a stage ends only after the next one has begun, so K of several steps needs two
     stages: with one, the loading warp and the others would wait for each other for ever.
@@ -177,7 +181,8 @@ def stream_stages(k: int, block_m: int, block_n: int, block_k: int, ctas: int) -
     Raises:
         TritonKernelError: shared memory does not hold them.
     """
-    fitting = (_SHARED_MEMORY // ctas - _RESERVED) // ((block_m + block_n) * block_k)
+    other = _RESERVED + (_EXCHANGE if wide else 0)
+    fitting = (_SHARED_MEMORY // ctas - other) // ((block_m + block_n) * block_k)
     stages = min(fitting, cdiv(k, block_k))
     if stages < min(2, cdiv(k, block_k)):
         raise TritonKernelError(
@@ -203,6 +208,10 @@ def gemm_stream(
     """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16."""
     m, k = a.shape
     n = b.shape[0]
+    wide = out.element_size() > 2
+    if wide:
+        # stages of half the bytes: two fit beside the exchange also where two programs share
+        block_k = min(block_k, 128)
     _gemm_stream_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
         descriptor(a, block_m, block_k),
         descriptor(b, block_n, block_k),
@@ -215,7 +224,7 @@ def gemm_stream(
         k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
-        STAGES=stream_stages(k, block_m, block_n, block_k, ctas),
+        STAGES=stream_stages(k, block_m, block_n, block_k, ctas, wide),
         PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
