@@ -279,7 +279,7 @@ def _scratch(arrivals: torch.Tensor, grid: tuple[int, int, int], rows: int, bloc
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:
-    """Whether TMA copies 16-bit boxes of ``tensor``: rows on 16 bytes, and some."""
+    """Whether TMA copies 16-bit boxes of ``tensor``: it and its strides begin on 16 bytes."""
     strides = tensor.stride()[:-1]
     return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
 
