@@ -369,8 +369,8 @@ def decode_attention(
         TOKENS=tokens,
         CHUNKS=chunks,
         ROWS=in_tile,
-        # 64 values of each thread
-        AT_ONCE=max(1, 2048 * launch.warps // (in_tile * block_d)),
+        # 64 values of each thread; each is code of its own, which takes time to compile
+        AT_ONCE=min(launch.splits, max(1, 2048 * launch.warps // (in_tile * block_d))),
         BLOCK_G=block_g,
         BLOCK_D=block_d,
         BLOCK_N=launch.block_n,
