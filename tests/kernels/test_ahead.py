@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import oss_fused
+from tests.kernels.hopper import run_program
 
 _PROGRAM = """
 import json
@@ -18,23 +15,11 @@ import threading
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from oss_fused.kernels.ahead import compiling_only
-
-
-class Gpu:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
+from tests.kernels.hopper import Gpu
 
 driver.set_active(Gpu())
 
@@ -78,16 +63,8 @@ print(json.dumps({
 
 
 def test_launches_compile_on_threads_and_do_not_run(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = str(Path(oss_fused.__file__).parents[1])
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    shown = run_program(tmp_path, _PROGRAM)
+    assert json.loads(shown.splitlines()[-1]) == {
         "ready": [4, 4, 4],
         "failed": 0,
         "elsewhere": True,

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +16,7 @@ import torch
 import oss_fused
 import oss_fused.kernels
 from oss_fused.kernels.op import operations
+from tests.kernels.hopper import run_program
 
 PACKAGE = Path(oss_fused.__file__).parent
 SOURCES = PACKAGE / "kernels"
@@ -296,15 +294,7 @@ for capability, prefetch in ((90, True), (90, False), (89, False)):
 
 def test_the_wait_is_in_the_code_that_triton_makes(tmp_path):
     """Compiled for Hopper, which needs no GPU, and for Ada, which has no such instruction."""
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = map(ast.literal_eval, done.stdout.splitlines())
+    lines = map(ast.literal_eval, run_program(tmp_path, _PROGRAM).splitlines())
     vouched, unvouched, older = ([word.split(".b32")[0] for word in line] for line in lines)
     wait, load, store = "griddepcontrol.wait", "ld.global", "st.global"
     start = "griddepcontrol.launch_dependents"

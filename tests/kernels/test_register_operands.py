@@ -6,15 +6,10 @@ No step may end while a product reads its operand: the next step writes these re
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import oss_fused
-
-PACKAGE = Path(oss_fused.__file__).parent
+from tests.kernels.hopper import run_program
 
 _EXPERTS = """
 import triton
@@ -65,15 +60,8 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"])
 
 def end_of_step(program: str, folder: Path) -> list[str]:
     """Waits and branches of the program's loop after its last product."""
-    file = folder / "program.py"
-    file.write_text(program)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [sys.executable, str(file)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(r"(bra\s+\$L__BB|wgmma.mma_async|wgmma.wait_group\S* \d+)", done.stdout)
+    shown = run_program(folder, program)
+    found = re.findall(r"(bra\s+\$L__BB|wgmma.mma_async|wgmma.wait_group\S* \d+)", shown)
     products = [index for index, word in enumerate(found) if word == "wgmma.mma_async"]
     rest = found[products[-1] + 1 :]
     return rest[: next(index for index, word in enumerate(rest) if word.startswith("bra"))]

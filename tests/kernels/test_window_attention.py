@@ -3,15 +3,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import oss_fused.kernels
 from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.attention.window import WindowTile
 from oss_fused.kernels.attention.window import window_attention as launch
@@ -147,61 +141,3 @@ def test_wrong_arguments(device):
         run(*args, out, 0.0, 8, None, None, None, None)
     with pytest.raises(ShapeMismatchError, match="seq_lens"):
         run(*args[:4], args[4][:0], args[5], out, 0.2, 8, None, None, None, None)
-
-
-_COMPILE = """
-import sys
-
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-from oss_fused.kernels.attention.window import window_attention
-
-
-class Gpu:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-run, made = JITFunction.run, []
-JITFunction.run = lambda self, *args, warmup, **options: made.append(
-    run(self, *args, warmup=True, **options)
-)
-driver.set_active(Gpu())
-heads, kv_heads, size, fp8 = map(int, sys.argv[1:])
-dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-query, ones = torch.zeros(1, heads, size, dtype=dtype), torch.ones(2, dtype=torch.int32)
-keys, values = torch.zeros(1, kv_heads, 16, 2 * size, dtype=dtype).transpose(1, 2).split(size, -1)
-window_attention(
-    query, keys, values, ones[None], ones[:1], ones, torch.zeros(1, heads, size).bfloat16(),
-    0.1, 128, torch.zeros(heads), *[torch.ones(1)] * 3,
-)
-print(made[0].metadata.shared, len(made[0].asm["cubin"]) > 0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("heads", "size", "fp8"),
-    [((64, 8), 64, 0), ((64, 8), 128, 1), ((128, 1), 128, 0), ((8, 4), 256, 0)],
-)
-def test_it_compiles_for_hopper(heads, size, fp8, tmp_path):
-    """With the longest window; the limit of registers does not hold for rows and heads too wide."""
-    program = tmp_path / "program.py"
-    program.write_text(_COMPILE)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(oss_fused.__file__).parents[1])
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
-    command = [sys.executable, str(program), *map(str, (*heads, size, fp8))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared, compiled = done.stdout.split()[-2:]
-    # bytes of shared memory that a program may have
-    assert compiled == "True" and int(shared) <= 232448

@@ -54,6 +54,8 @@ from oss_fused.kernels.numerics import INTERPRETED, round_to
 _LOG2E = tl.constexpr(1.4426950408889634)
 # sums that fit the registers of one warp: of 16 rows of 128 columns
 _WARP_SUMS = 16 * 128
+# splits that are read together: each is code of its own, of which 128 took minutes to compile
+_MOST_AT_ONCE = 16
 # shared memory beside keys and values: queries and weights of a tile of 64 rows
 _OTHER_BYTES = 32 * 1024
 
@@ -369,8 +371,8 @@ def decode_attention(
         TOKENS=tokens,
         CHUNKS=chunks,
         ROWS=in_tile,
-        # 64 values of each thread; each is code of its own, which takes time to compile
-        AT_ONCE=min(launch.splits, max(1, 2048 * launch.warps // (in_tile * block_d))),
+        # 64 values of each thread
+        AT_ONCE=max(1, min(_MOST_AT_ONCE, 2048 * launch.warps // (in_tile * block_d))),
         BLOCK_G=block_g,
         BLOCK_D=block_d,
         BLOCK_N=launch.block_n,

@@ -218,9 +218,13 @@ def window_attention(
         return
     tile = config or WindowTile()
     group, page_size = q_heads // heads, key_cache.shape[1]
+    width = max(16, next_power_of_2(head_dim))
     tokens = max(1, tile.rows // next_power_of_2(group))
+    if width > 128:
+        # shared memory does not hold the keys and values that more tokens see
+        tokens = min(tokens, 32)
     align = math.gcd(page_size, 16)
-    lanes, width = max(16, next_power_of_2(tokens * group)), max(16, next_power_of_2(head_dim))
+    lanes = max(16, next_power_of_2(tokens * group))
     # products of more rows or wider heads need more registers than the limit leaves
     limited = lanes <= 64 and width <= 128
     _window_attention_kernel[(rows // tokens + sequences, heads)](

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,8 +35,9 @@ from oss_fused.kernels.pipeline import (
 )
 
 FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16))
-# Views of shared memory that overlap; Triton 3.9 has none.
-view_of: Any = getattr(gl.shared_memory_descriptor, "_reinterpret", None)
+# Views of shared memory that overlap; Triton 3.8 refuses them.
+_OVERLAP = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+view_of: Any = gl.shared_memory_descriptor._reinterpret if _OVERLAP else None
 
 
 @gluon.jit

@@ -230,6 +230,9 @@ def gemm_large(
 ) -> None:
     """Launch persistent CTAs; K and the row strides must be multiples of 16."""
     m, n = out.shape
+    if out.element_size() > 2:
+        # the exchange of a float32 tile's layout takes the room of its other half
+        block_n = min(block_n, 128)
     tile = _Tile(block_m, block_n, block_k, group_m)
     grid = (min(cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(a.device)),)
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}

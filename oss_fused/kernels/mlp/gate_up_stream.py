@@ -37,19 +37,20 @@ _CTAS = 2
 @gluon.jit
 def _request_weights(desc, first, n, start, k, buffers, slot, SLABS: gl.constexpr):
     """Ask for the gate and up rows of SLABS blocks of K."""
-    _tokens, boxes, full, _empty = buffers
+    _tokens, weights, full, _empty = buffers
+    ROWS: gl.constexpr = desc.block_type.shape[0]
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     ready = full.index(slot)
     for slab in gl.static_range(SLABS):
-        box = 2 * (slot * SLABS + slab)
+        tile = weights.index(slot * SLABS + slab)
         at = start + slab * WIDTH
-        copy_box(desc, [first, at], ready, boxes.index(box), pred=start < k)
-        copy_box(desc, [first + n, at], ready, boxes.index(box + 1), pred=start < k)
+        copy_box(desc, [first, at], ready, tile.slice(0, ROWS, dim=0), pred=start < k)
+        copy_box(desc, [first + n, at], ready, tile.slice(ROWS, ROWS, dim=0), pred=start < k)
 
 
 @gluon.jit
 def _request_tokens(desc, start, k, buffers, slot, SLABS: gl.constexpr):
-    tokens, _boxes, full, _empty = buffers
+    tokens, _weights, full, _empty = buffers
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     for slab in gl.static_range(SLABS):
         at = start + slab * WIDTH
@@ -70,7 +71,7 @@ def _load(
     SLABS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    tokens, _boxes, full, empty = buffers
+    tokens, _weights, full, empty = buffers
     STEP: gl.constexpr = SLABS * b_desc.block_type.shape[1]
     BYTES: gl.constexpr = SLABS * (a_desc.block_type.nbytes + 2 * b_desc.block_type.nbytes)
     wait_unless(PREFETCH)
@@ -97,20 +98,20 @@ def _load(
 @gluon.jit
 def _sums(buffers, k, STAGES: gl.constexpr, SLABS: gl.constexpr):
     """[64, tokens] float32: gate rows, then up rows."""
-    tokens, boxes, full, empty = buffers
+    tokens, weights, full, empty = buffers
+    ROWS: gl.constexpr = weights.type.shape[1]
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     WIDTH: gl.constexpr = tokens.type.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 32])
-    acc = gl.zeros([64, BLOCK_M], gl.float32, layout=layout)
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=layout)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for start in range(0, k, SLABS * WIDTH):
         mbarrier.wait(full.index(slot), phase)
         for slab in gl.static_range(SLABS):
-            weights = boxes.index(2 * (slot * SLABS + slab))
-            weights = weights._reinterpret(gl.float8e4nv, [64, WIDTH], boxes.type.layout)
+            tile = weights.index(slot * SLABS + slab)
             x = tokens.index(slot * SLABS + slab).permute((1, 0))
-            acc = warpgroup_mma(weights, x, acc, is_async=True)
+            acc = warpgroup_mma(tile, x, acc, is_async=True)
         acc = warpgroup_mma_wait(SLABS, deps=[acc])
         free_previous(empty, slot, STAGES, start > 0)
         slot, phase = next_slot(slot, phase, STAGES)
@@ -127,10 +128,10 @@ def _multiply(
     SLABS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    tokens, boxes, _full, _empty = buffers
+    tokens, weights, _full, _empty = buffers
     a_scale, b_scale, y, part_amax = operands
     first, m, n, k = sizes
-    PAIRS: gl.constexpr = boxes.type.shape[1]
+    PAIRS: gl.constexpr = weights.type.shape[1] // 2
     BLOCK_M: gl.constexpr = tokens.type.shape[1]
     dtype: gl.constexpr = y.dtype.element_ty
     paired: gl.constexpr = paired_layout(PAIRS, BLOCK_M, gl.num_warps())
@@ -178,14 +179,14 @@ def _gate_up_stream_kernel(
     tokens = gl.allocate_shared_memory(
         a_desc.dtype, [STAGES * SLABS, BLOCK_M, WIDTH], a_desc.layout
     )
-    boxes = gl.allocate_shared_memory(
-        b_desc.dtype, [2 * STAGES * SLABS, PAIRS, WIDTH], b_desc.layout
+    weights = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES * SLABS, 2 * PAIRS, WIDTH], b_desc.layout
     )
     full = barriers_of(STAGES, 1)
     empty = barriers_of(STAGES, 1)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
-    buffers = (tokens, boxes, full, empty)
+    buffers = (tokens, weights, full, empty)
     operands = (a_scale, b_scale, y, part_amax)
     sizes = (first, m, n, k)
     gl.warp_specialize(

@@ -13,13 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.pipeline import copy_box
 
 MAX_ROWS = 16
 BLOCK_K = 128
@@ -27,8 +27,8 @@ BLOCK_K = 128
 SLABS = 2
 # tokens arrive in tiles of so many columns
 GROUP_K = 4 * BLOCK_K
-# rows of the weight in one wgmma tile
-TILE_N = 64
+# rows of the weight in one box; two are a tile of wgmma
+BOX_ROWS = 32
 # bytes of shared memory for a CTA's weights and tokens
 _SHARED = 220 * 1024
 # fewer weight tiles in flight than these stream no faster than the separate kernels
@@ -36,16 +36,17 @@ _MIN_STAGES = 4
 
 
 @gluon.jit
-def request_weights(desc, first, second, step, slot, full, boxes, SLABS: gl.constexpr):
+def request_weights(desc, first, second, step, slot, full, tiles, SLABS: gl.constexpr):
     """Ask for SLABS tiles, each of the rows from ``first`` and from ``second``, into ``slot``."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     barrier = full.index(slot)
-    mbarrier.expect(barrier, 2 * SLABS * desc.block_type.shape[0] * WIDTH)
+    mbarrier.expect(barrier, 2 * SLABS * ROWS * WIDTH)
     for slab in gl.static_range(SLABS):
         at = (step * SLABS + slab) * WIDTH
-        box = 2 * (slot * SLABS + slab)
-        tma.async_copy_global_to_shared(desc, [first, at], barrier, boxes.index(box))
-        tma.async_copy_global_to_shared(desc, [second, at], barrier, boxes.index(box + 1))
+        tile = tiles.index(slot * SLABS + slab)
+        copy_box(desc, [first, at], barrier, tile.slice(0, ROWS, dim=0))
+        copy_box(desc, [second, at], barrier, tile.slice(ROWS, ROWS, dim=0))
 
 
 @gluon.jit
@@ -54,9 +55,8 @@ def request_tokens(desc, full, tokens, STAGES: gl.constexpr):
     GROUPS: gl.constexpr = tokens.shape[0]
     mbarrier.expect(full.index(STAGES), GROUPS * tokens.shape[1] * tokens.shape[2])
     for group in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(
-            desc, [0, group * tokens.shape[2]], full.index(STAGES), tokens.index(group)
-        )
+        at = [0, group * tokens.shape[2]]
+        copy_box(desc, at, full.index(STAGES), tokens.index(group))
 
 
 @gluon.jit
@@ -66,22 +66,22 @@ def product(
     second,
     full,
     tokens,
-    boxes,
+    tiles,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
 ):
-    """[64, tokens] float32: rows of both boxes, then what happens to lie behind them."""
-    WIDTH: gl.constexpr = desc.block_type.shape[1]
+    """[rows of both boxes, tokens] float32."""
+    ROWS: gl.constexpr = tiles.shape[1]
+    WIDTH: gl.constexpr = tiles.shape[2]
     BLOCK_M: gl.constexpr = tokens.shape[1]
     PER_GROUP: gl.constexpr = tokens.shape[2] // WIDTH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 32])
-    acc = gl.zeros([64, BLOCK_M], gl.float32, layout=layout)
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=layout)
     for step in gl.static_range(STEPS):
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) % 2)
         for slab in gl.static_range(SLABS):
-            weights = boxes.index(2 * (step % STAGES * SLABS + slab))
-            weights = weights._reinterpret(gl.float8e4nv, [64, WIDTH], desc.layout)
+            weights = tiles.index(step % STAGES * SLABS + slab)
             x = tokens.index((step * SLABS + slab) // PER_GROUP)
             x = x.slice((step * SLABS + slab) % PER_GROUP * WIDTH, WIDTH, 1)
             acc = warpgroup_mma(weights, x.permute((1, 0)), acc, is_async=True)
@@ -89,14 +89,9 @@ def product(
             # the products of the step before have left its slot
             acc = warpgroup_mma_wait(SLABS, deps=[acc])
             request_weights(
-                desc, first, second, step - 1 + STAGES, (step - 1) % STAGES, full, boxes, SLABS
+                desc, first, second, step - 1 + STAGES, (step - 1) % STAGES, full, tiles, SLABS
             )
     return warpgroup_mma_wait(0, deps=[acc])
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on ``device``; a newer Triton may lack the view they need."""
-    return runs_gluon(device) and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 def aligned(tensor: torch.Tensor) -> bool:
@@ -119,20 +114,20 @@ def groups(k: int) -> int:
     return cdiv(k, GROUP_K)
 
 
-def stages(rows: int, k: int, box: int) -> int:
+def stages(rows: int, k: int) -> int:
     """Weight tiles in flight: all of K, or what shared memory leaves beside the tokens."""
-    room = _SHARED - groups(k) * block_m(rows) * GROUP_K - (TILE_N - 2 * box) * BLOCK_K
-    return min(steps(k), room // (2 * box * BLOCK_K * SLABS))
+    room = _SHARED - groups(k) * block_m(rows) * GROUP_K
+    return min(steps(k), room // (2 * BOX_ROWS * BLOCK_K * SLABS))
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, box: int) -> bool:
+def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
     """Whether the product takes ``x`` [tokens, K] @ ``weight`` [N, K]."""
     rows, k = x.shape
     return (
-        runs_on(x.device)
+        runs_gluon(x.device)
         and 0 < rows <= MAX_ROWS
         and weight_scale.numel() == weight.shape[0]
-        and stages(rows, k, box) >= min(_MIN_STAGES, steps(k))
+        and stages(rows, k) >= min(_MIN_STAGES, steps(k))
         and aligned(x)
         and aligned(weight)
     )

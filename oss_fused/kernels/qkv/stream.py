@@ -14,10 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, store_values
 from oss_fused.kernels.checks import FP8
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    pdl_options,
+    runs_gluon,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.qkv.product import (
     BLOCK_K,
+    BOX_ROWS,
     GROUP_K,
     SLABS,
     block_m,
@@ -26,12 +33,9 @@ from oss_fused.kernels.qkv.product import (
     product,
     request_tokens,
     request_weights,
-    runs_on,
     stages,
     steps,
 )
-
-_PAIRS = 32
 
 
 @gluon.constexpr_function
@@ -50,17 +54,17 @@ def _make_buffers(
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
 ):
-    """Tokens, boxes of weights, and a barrier for each stage and one for the tokens."""
-    PAIRS: gl.constexpr = b_desc.block_type.shape[0]
+    """Tokens, tiles of weights, and a barrier for each stage and one for the tokens."""
+    ROWS: gl.constexpr = 2 * b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
     tokens = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, BLOCK_M, 4 * BLOCK_K], b_desc.layout)
-    boxes = gl.allocate_shared_memory(
-        gl.float8e4nv, [2 * STAGES * SLABS, PAIRS, BLOCK_K], b_desc.layout
+    weights = gl.allocate_shared_memory(
+        gl.float8e4nv, [STAGES * SLABS, ROWS, BLOCK_K], b_desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(slot), count=1)
-    return tokens, boxes, full
+    return tokens, weights, full
 
 
 @gluon.jit
@@ -140,10 +144,10 @@ def _qkv_kernel(
     head = gl.program_id(0) // (HALF // PAIRS)
     first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
     first_n = head * HEAD_DIM + first
-    tokens, boxes, full = _make_buffers(b_desc, BLOCK_M, GROUPS, STAGES, SLABS)
+    tokens, weights, full = _make_buffers(b_desc, BLOCK_M, GROUPS, STAGES, SLABS)
     wait_unless(PREFETCH)
     for step in gl.static_range(STAGES):
-        request_weights(b_desc, first_n, first_n + HALF, step, step, full, boxes, SLABS)
+        request_weights(b_desc, first_n, first_n + HALF, step, step, full, weights, SLABS)
     wait_for_inputs()
     start_next()
     request_tokens(a_desc, full, tokens, STAGES)
@@ -156,7 +160,7 @@ def _qkv_kernel(
     cos, sin = _load_angles(positions, cos_sin, stride_table, token, pair, m, HALF)
     row_scale = gl.load(a_scale + token, mask=token < m, other=0.0)
     mbarrier.wait(full.index(STAGES), 0)
-    acc = product(b_desc, first_n, first_n + HALF, full, tokens, boxes, STEPS, STAGES, SLABS)
+    acc = product(b_desc, first_n, first_n + HALF, full, tokens, weights, STEPS, STAGES, SLABS)
     acc = acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0))
     left, right = gl.split(gl.convert_layout(acc, paired))
     left = _finish(left, row_scale, left_scale, bias, at, dtype)
@@ -173,7 +177,9 @@ def _qkv_kernel(
 
 def joins(device: torch.device, head_dim: int, rotary_dim: int, is_neox: bool) -> bool:
     """Whether this kernel runs on ``device`` and takes that rotary embedding."""
-    return runs_on(device) and is_neox and rotary_dim == head_dim and head_dim % (2 * _PAIRS) == 0
+    return (
+        runs_gluon(device) and is_neox and rotary_dim == head_dim and head_dim % (2 * BOX_ROWS) == 0
+    )
 
 
 def fits_projection(
@@ -187,7 +193,7 @@ def fits_projection(
 ) -> bool:
     """Whether this kernel takes the projection of ``x``."""
     return (
-        fits(x, weight, weight_scale, _PAIRS)
+        fits(x, weight, weight_scale)
         and x_scale.numel() == x.shape[0]
         and joins(x.device, key_cache.shape[3], cos_sin_cache.shape[1], is_neox)
     )
@@ -216,9 +222,9 @@ def launch(
     kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = out_dtype if q_scale is None else FP8
     q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
-    _qkv_kernel[(weight.shape[0] // (2 * _PAIRS),)](
+    _qkv_kernel[(weight.shape[0] // (2 * BOX_ROWS),)](
         descriptor(x, block_m(m), GROUP_K),
-        descriptor(weight, _PAIRS, BLOCK_K),
+        descriptor(weight, BOX_ROWS, BLOCK_K),
         x_scale,
         weight_scale,
         bias,
@@ -234,7 +240,7 @@ def launch(
         kv_heads,
         cos_sin_cache.stride(0),
         HEAD_DIM=head_dim,
-        STAGES=stages(m, k, _PAIRS),
+        STAGES=stages(m, k),
         SLABS=SLABS,
         STEPS=steps(k),
         GROUPS=groups(k),

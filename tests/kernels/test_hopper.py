@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: MIT
+"""Every Triton and Gluon kernel compiles for Hopper, and a program of it fits a multiprocessor."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from oss_fused.kernels.attention.launches import stream_for
+from oss_fused.kernels.op import OPERATIONS
+from tests.kernels.hopper import REGISTERS, SHARED_MEMORY, run
+from tests.kernels.served_launches import CASES, LONG, NOT_WITHOUT_A_GPU, SHORT
+
+# of code that the compiler makes of one kernel, before it is optimised; 3300 lines took 31 s
+MOST_LINES = 2000
+# bytes of registers that a thread keeps in memory; heads of 256 values and the portable forward of
+# flash_attention need some hundred
+MOST_STACK = 1024
+
+WITH_LONG = "OSS_FUSED_LONG_TESTS" in os.environ
+long_test = pytest.mark.skipif(
+    not WITH_LONG, reason="some minutes, which CI's twenty lack; OSS_FUSED_LONG_TESTS=1 runs it"
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
+    """Case -> its kernels; one process compiles all cases that were selected."""
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = {item.callspec.params["case"] for item in here if hasattr(item, "callspec")}
+    left_out = set() if WITH_LONG else {*LONG}
+    folder = tmp_path_factory.mktemp("triton")
+    command = (
+        "-m",
+        "tests.kernels.served_launches",
+        *sorted(cases if WITH_LONG else cases - {*LONG}),
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in run(folder, *command, *sorted(cases - left_out)).splitlines():
+        if line.startswith("{"):
+            kernel = json.loads(line)
+            found.setdefault(kernel["case"], []).append(kernel)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=long_test) if c in LONG else c for c in CASES],
+)
+def test_a_program_fits_a_multiprocessor(case, compiled):
+    assert compiled[case]
+    for kernel in compiled[case]:
+        assert kernel["registers"] * kernel["threads"] <= REGISTERS, kernel
+        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        assert kernel["stack"] <= MOST_STACK and kernel["lines"] <= MOST_LINES, kernel
+
+
+@pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])
+def test_large_batches_read_keys_and_values_once(case, compiled):
+    """64 rows times 16 columns at a time; as many programs as the rule says fit."""
+    items, _, _, head_dim = SHORT[case].args[:4]
+    (kernel,) = compiled[case]
+    # each program also takes 1 KB for the system
+    assert stream_for(head_dim, items).ctas * (kernel["shared"] + 1024) <= 228 * 1024
+    assert kernel["products"] == 2 * kernel["transposed"] == head_dim // 8
+
+
+def test_every_operation_of_triton_is_here():
+    named = {name for name, each in OPERATIONS.items() if "triton" in each.modules}
+    assert {f"example of {name}" for name in named - {*NOT_WITHOUT_A_GPU}} <= set(CASES)
