@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from oss_fused.kernels import tiles
+from oss_fused.kernels.launch import multiprocessors
 from oss_fused.kernels.weight_only import pipeline as pipeline_module
 from oss_fused.kernels.weight_only.gemv import MAX_ROWS
 from oss_fused.kernels.weight_only.parts import add_parts
@@ -94,19 +95,28 @@ _IN_TURN = [
 @pytest.mark.parametrize("options", _IN_TURN)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_consumers_in_turn_keep_their_slots(options, splits, monkeypatch):
-    """A consumer that meets another's slot may take the lap before its own for its own."""
+    """A consumer that meets another's slot may take the lap before its own for its own.
+
+    So a program has one tile where a part of K leaves the next tile's first slot to another.
+    """
     launched = {}
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **kwargs: launched.update(kwargs)
+            return lambda *args, **kwargs: launched.update(kwargs, programs=grid[0])
 
     monkeypatch.setattr(pipeline_module, "_mixed_pipeline_kernel", Kernel())
     monkeypatch.setattr(pipeline_module, "add_parts", lambda *_: None)
-    x, weight, scale, bias = operands(3, 64, 2048, torch.device("cpu"))
-    out = torch.empty(3, 64, dtype=BF16)
-    pipeline_module.product_pipeline(x, weight, scale, bias, out, **options, splits=splits)
-    assert launched["STAGES"] > options["depth"] and launched["STAGES"] % options["depth"] == 0
+    depth, block_k = options["depth"], options["block_k"]
+    tiles_of_n = 20 * splits
+    for odd in range(depth):
+        steps = 12 * depth * splits + odd
+        x, weight, scale, bias = operands(3, 1280, block_k * steps, torch.device("cpu"))
+        out = torch.empty(3, 1280, dtype=BF16)
+        pipeline_module.product_pipeline(x, weight, scale, bias, out, **options, splits=splits)
+        assert launched["STAGES"] > depth and launched["STAGES"] % depth == 0
+        most = options["ctas"] * multiprocessors(torch.device("cpu"))
+        assert launched["programs"] == (tiles_of_n if odd else min(most, tiles_of_n))
 
 
 @pytest.mark.gpu

@@ -358,7 +358,7 @@ def product_pipeline(
     than ``depth`` blocks (``tiles.splits_of``).
     """
     (m, k), n = x.shape, w.shape[0]
-    blocks_m, groups = cdiv(m, block_m), consumers // depth
+    blocks_m, groups, steps = cdiv(m, block_m), consumers // depth, cdiv(k, block_k)
     tiles = blocks_m * cdiv(n, _ROWS * groups) * splits
     chunk = min(block_m, _CHUNK)
     buffers = min(block_m // chunk, 2)
@@ -373,7 +373,11 @@ def product_pipeline(
     # a slot always belongs to one consumer: a barrier's parity repeats after two laps of the ring,
     # so who waits at it must have waited there in the lap before
     stages -= stages % depth
-    _mixed_pipeline_kernel[(min(tiles, ctas * multiprocessors(x.device)),)](
+    programs = min(tiles, ctas * multiprocessors(x.device))
+    if steps % depth or cdiv(steps, splits) % depth:
+        # behind a tile of such parts consumers would change their slots
+        programs = tiles
+    _mixed_pipeline_kernel[(programs,)](
         descriptor(w, _ROWS, block_k),
         descriptor(x, block_m, block_k),
         out_desc,
