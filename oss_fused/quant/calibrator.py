@@ -129,13 +129,13 @@ class Run:
 
     def identity(self) -> str:
         """Hash of all that decides the output: a run can resume another of the same identity."""
-        dataset = self.recipe.dataset
         return self.recipe.digest(
             self.reader.identity(),
-            self.base is not None,
+            self.base and self.base.digest(),
             self.options.max_shard_bytes,
-            dataset and file_digest(dataset),
-            *(() if self.rounder.base is None else (self.rounder.base.digest(),)),
+            # of tokens, not of the file: tokenizer and chat template decide them too
+            self.data(),
+            self.rounder.base and self.rounder.base.digest(),
         )
 
     def data(self) -> str | None:

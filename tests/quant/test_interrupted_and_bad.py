@@ -24,6 +24,7 @@ from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.formats import dequantize, quantize
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
+from tests.quant.conftest import TEMPLATE
 from tests.quant.runs import (
     SETTINGS,
     Models,
@@ -146,6 +147,27 @@ def test_starting_over_forgets_the_journal_before_the_shards(
         calibrate(source, cut, **settings)
     calibrate(source, cut, resume=True, **settings)
     assert digests(whole) == digests(cut)
+
+
+# the second gives only one of the samples
+@pytest.mark.parametrize("before", [TEMPLATE, "{{ messages[0].content.partition('cd')[0] }}"])
+def test_a_resume_takes_up_no_samples_of_another_chat_template(
+    models: Models, tmp_path: Path, before: str
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{word} " * 6}]} for word in ("ab", "cd")]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    settings = {"dataset": str(data), "num_samples": 4, "max_seq_length": 16}
+    source, cut, whole = changed(models, tmp_path, "llama"), tmp_path / "cut", tmp_path / "whole"
+    template = source / "chat_template.jinja"
+    template.write_text(before)
+    with pytest.raises(Stop):
+        calibrate(source, cut, stop_after(14), **settings)
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    calibrate(source, cut, resume=True, **settings)
+    calibrate(source, whole, **settings)
+    first, second = tensors(cut), tensors(whole)
+    assert all(torch.equal(first[name].float(), t.float()) for name, t in second.items())
 
 
 def test_an_existing_output_is_kept_unless_overwritten(models: Models, tmp_path: Path) -> None:
