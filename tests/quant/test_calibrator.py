@@ -14,9 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
-from oss_fused.errors import (
-    SchemeError,
-)
+from oss_fused.errors import CheckpointError, SchemeError
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint.audit import audit
 from oss_fused.quant.formats import amax_to_scale, dequantize, quantize, relative_error
@@ -161,6 +159,22 @@ def test_the_output_names_no_code_that_it_lacks(models: Models, tmp_path: Path) 
     calibrate(source, tmp_path / "out")
     assert "auto_map" not in config_of(tmp_path / "out")
     audit(tmp_path / "out")
+
+
+def test_every_chat_template_is_copied_and_replaced(models: Models, tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(models("llama"), source)
+    templates = {"default": "a {{ messages }}", "tool_use": "b {{ messages }}"}
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    calibrate(source, output)
+    assert AutoTokenizer.from_pretrained(output).chat_template == templates
+    Run(make_recipe({}), RunOptions(source, output, overwrite=True)).execute()
+    (source / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (source / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja: is a link to .*outside"):
+        calibrate(source, tmp_path / "no")
 
 
 def test_lm_head_of_a_tied_model_gets_its_own_tensor(models: Models, tmp_path: Path) -> None:

@@ -19,29 +19,32 @@ _COPIED_NAMES = ("LICENSE", "NOTICE", "USAGE_POLICY")
 _REPLACED = {"config.json", "README.md", "recipe.yaml", INDEX, "hf_quant_config.json"}
 # of a training run that saved into the same folder; of other weights
 _REPLACED |= {"trainer_state.json", "adapter_config.json", "self_check.json"}
+# where transformers saves the templates of a tokenizer that has several
+TEMPLATES = "additional_chat_templates"
 
 
 def find_assets(source: Path) -> dict[str, Path]:
-    """Name -> file of the tokenizer, its chat template, generation_config.json and licences.
+    """Name -> file of the tokenizer, its chat templates, generation_config.json and licences.
 
     Raises:
         CheckpointError: one is a link out of the checkpoint, or to nothing.
     """
     found = {}
-    for path in sorted(source.iterdir()):
+    for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
         wanted = path.suffix in _COPIED_SUFFIXES or path.name.startswith(_COPIED_NAMES)
         index = path.name.endswith(".index.json")
         if not wanted or index or path.name in _REPLACED:
             continue
         target = check_link(source, path)
         if target.is_file():
-            found[path.name] = target
+            found[str(path.relative_to(source))] = target
     return found
 
 
 def copy_assets(assets: Mapping[str, Path], target: Path) -> None:
     """Copy what ``find_assets`` found into ``target``."""
     for name, path in assets.items():
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
 
 

@@ -14,9 +14,10 @@ from typing import IO, Any
 import yaml
 
 from oss_fused.errors import CheckpointError
+from oss_fused.quant.checkpoint.assets import TEMPLATES
 
 # what a run makes beside files
-_OWN_FOLDERS = {"report"}
+_OWN_FOLDERS = {"report", TEMPLATES}
 
 
 def real(path: Path) -> Path:
