@@ -18,7 +18,7 @@ from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.plan import make_plan
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import Recipe
-from oss_fused.quant.record import CalibrationRecord, MixRecord, load_record
+from oss_fused.quant.record import RECORD, CalibrationRecord, MixRecord, load_record
 from oss_fused.quant.record_builder import SearchResult
 from oss_fused.quant.run_options import RunOptions, check_output
 
@@ -191,6 +191,7 @@ def _search(
         {name: harm.inputs + harm.weights for harm in search.harms for name in harm.names},
         [_mix_record(mix, outcome) for mix in search.compared],
         recipe.accuracy_target,
+        recipe.digest(),
     )
     summary = Run(found, options, reader, result).execute(progress, complete, lock)
     return dataclasses.replace(summary, errors=_with_output_errors(summary, result.record))
@@ -234,9 +235,8 @@ def _check_stage(stage: Path, plain: Recipe, run: Run) -> None:
 
 def _made_otherwise(folder: Path, recipe: Recipe, run: Run) -> str | None:
     """In what way a finished checkpoint differs from what ``run`` would make of ``recipe``."""
-    path = folder / "recipe.yaml"
-    record = load_record(folder) if path.is_file() else None
-    if record is None or path.read_text() != recipe.to_yaml():
+    record = load_record(folder) if (folder / RECORD).is_file() else None
+    if record is None or record.requested != recipe.digest():
         return "by another recipe"
     if record.source != run.source:
         return f"from other weights than those of MODEL={str(run.options.model)!r}"

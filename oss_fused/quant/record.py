@@ -141,6 +141,7 @@ class CalibrationRecord(_Frozen):
         source_bytes: of the source's shards.
         output_bytes: of the output's tensors.
         accuracy_target: perplexity factor asked for.
+        requested: hash of the recipe asked for; after a search recipe.yaml holds what it found.
         source: hash of the source's config and weights, as ``CheckpointReader.digest`` makes it.
         data: hash of the samples' tokens.
         linears: every linear, in model order.
@@ -162,6 +163,7 @@ class CalibrationRecord(_Frozen):
     source_bytes: int
     output_bytes: int
     accuracy_target: float | None = None
+    requested: str | None = None
     source: str | None = None
     data: str | None = None
     linears: tuple[LinearRecord, ...]

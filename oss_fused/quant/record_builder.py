@@ -25,12 +25,14 @@ class SearchResult:
         kl: linear -> KL divergence when only its group of fused linears is quantised.
         mixes: the mixes compared.
         target: the perplexity factor that the user asked for, None for none.
+        requested: digest of the recipe that asked for the search, None for none.
     """
 
     record: CalibrationRecord
     kl: Mapping[str, float]
     mixes: Sequence[MixRecord]
     target: float | None
+    requested: str | None = None
 
 
 def build_record(
@@ -69,6 +71,7 @@ def build_record(
         source_bytes=reader.total_bytes(),
         output_bytes=sum(sizes.values()),
         accuracy_target=recipe.accuracy_target if search is None else search.target,
+        requested=(search and search.requested) or recipe.digest(),
         linears=tuple(_linears(skeleton, plan, metrics, sizes, search)),
         layers=tuple(
             LayerRecord(

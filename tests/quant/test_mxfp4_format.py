@@ -72,10 +72,15 @@ def test_one_run_gives_both_with_the_same_experts(
     assert not any(name.endswith("k_scale") for name in plain)
 
 
+@pytest.mark.parametrize("target", [None, 9.0])
 def test_an_interrupted_pair_goes_on_with_the_second(
-    models: Models, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models,
+    tmp_path: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: float | None,
 ) -> None:
-    recipe = make_recipe({"dataset": str(text_file), **DATA})
+    recipe = make_recipe({"dataset": str(text_file), **DATA, "accuracy_target": target})
     options = RunOptions(models("gpt-oss"), tmp_path / "out")
     calibrate_both(recipe, RunOptions(models("gpt-oss"), tmp_path / "whole"))
 
@@ -84,7 +89,8 @@ def test_an_interrupted_pair_goes_on_with_the_second(
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "oss_fused.quant.calibrator.Run._check_source", lambda run: run.base and killed(run)
+            "oss_fused.quant.calibrator.Run._check_source",
+            lambda run: run.recipe.format == "mxfp4" and killed(run),
         )
         with pytest.raises(KeyboardInterrupt):
             calibrate_both(recipe, options)
