@@ -17,7 +17,7 @@ from oss_fused.quant.checkpoint.place import OutputLock, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.plan import make_plan
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
-from oss_fused.quant.recipe import Recipe
+from oss_fused.quant.recipe import OF_LINEARS, Recipe
 from oss_fused.quant.record import RECORD, CalibrationRecord, MixRecord, load_record
 from oss_fused.quant.record_builder import SearchResult
 from oss_fused.quant.run_options import RunOptions, check_output
@@ -25,11 +25,6 @@ from oss_fused.quant.run_options import RunOptions, check_output
 # formats of calibrate_both, which are also the names of its folders
 BOTH = ("oss-fp8", "mxfp4")
 _NO_SEARCH: dict[str, Any] = {"accuracy_target": None, "keep_sensitive": {}}
-# settings that mean nothing where no linear is quantised
-_OF_LINEARS = (
-    *("scheme", "targets", "ignore", "overrides", "lm_head", "kv_cache"),
-    *("accuracy_target", "keep_sensitive", "clip_target", "group_candidates", "smoothing"),
-)
 
 
 class StoredWeights(Mapping[str, tuple[torch.Tensor, torch.Tensor]]):
@@ -121,7 +116,7 @@ def split_formats(
     experts = "mxfp4" if recipe.experts == "auto" else recipe.experts
     fp8 = recipe.model_copy(update={"format": BOTH[0], "experts": experts})
     fields = Recipe.model_fields
-    unset = {name: fields[name].get_default() for name in _OF_LINEARS}
+    unset = {name: fields[name].get_default() for name in OF_LINEARS}
     plain = fp8.model_copy(update={**unset, "format": BOTH[1]})
     first, second = (dataclasses.replace(options, output=folder / name) for name in BOTH)
     return (fp8, first), (plain, dataclasses.replace(second, stage=None))

@@ -194,6 +194,12 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
     _refuse_other_modules(skeleton, recipe)
     picked, _ = schemes.select(recipe.targets, recipe.ignore, skeleton.linears)
     head = recipe.lm_head
+    for pattern in recipe.ignore:
+        if head == "fp8" and schemes.matches(pattern, "lm_head", skeleton.linears["lm_head"]):
+            raise SchemeError(
+                f"ignore={pattern!r}: means lm_head too, and lm_head='fp8' quantises it; expected "
+                f"one of the two"
+            )
     if head == "auto":
         gpt_oss_head = skeleton.family == "gpt_oss" and recipe.format == "oss-fp8"
         head = "fp8" if gpt_oss_head and "lm_head" in picked else "bf16"
@@ -204,8 +210,14 @@ def choose_schemes(skeleton: ModelSkeleton, recipe: Recipe) -> dict[str, Quantiz
     for override in recipe.overrides:
         for pattern in override.targets:
             schemes.check_pattern("overrides", pattern, skeleton.linears)
-        matched, _ = schemes.select(override.targets, (), skeleton.linears)
-        chosen |= {name: override.weight_scheme for name in matched if chosen[name] is not None}
+            matched = [n for n in wanted if schemes.matches(pattern, n, skeleton.linears[n])]
+            if not matched:
+                raise SchemeError(
+                    f"overrides={override.scheme}={pattern!r}: changes nothing, as targets, ignore "
+                    f"and lm_head={head!r} leave these linears as they are; expected a pattern of "
+                    f"linears that are quantised"
+                )
+            chosen |= dict.fromkeys(matched, override.weight_scheme)
     for pattern in recipe.keep_sensitive:
         schemes.check_pattern("keep_sensitive", pattern, skeleton.linears)
     schemes.check_siblings(chosen)

@@ -18,6 +18,11 @@ _YOUNGER = (
     *("clip_target", "group_candidates", "smoothing", "self_check", "base"),
     "keep_sensitive",
 )
+# settings that mean nothing where no linear is quantised
+OF_LINEARS = (
+    *("scheme", "targets", "ignore", "overrides", "lm_head", "kv_cache"),
+    *("accuracy_target", "keep_sensitive", "clip_target", "group_candidates", "smoothing"),
+)
 KEEP = "BF16"  # in an override: leave these linears as they are
 
 
@@ -107,9 +112,13 @@ class Recipe(BaseModel):
                 f"keep_sensitive={self.keep_sensitive}: needs accuracy_target, whose search "
                 f"measures how sensitive linears are"
             )
-        if self.format == "mxfp4" and (self.kv_cache == "fp8" or self.accuracy_target is not None):
-            chosen = "kv_cache='fp8'" if self.kv_cache == "fp8" else "accuracy_target"
-            raise ValueError(f"format='mxfp4' has no place for {chosen}: expected format oss-fp8")
+        # lm_head='bf16' is what the format does; the plan refuses fp8
+        unplaced = [name for name in OF_LINEARS if name != "lm_head" and self._is_set(name)]
+        if self.format == "mxfp4" and unplaced:
+            raise ValueError(
+                f"format='mxfp4' has no place for {unplaced[0]}={getattr(self, unplaced[0])!r}: it "
+                f"quantises no linear; expected format oss-fp8, or no such setting"
+            )
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
         if self.smoothing is not None and self.dataset is None:
@@ -161,9 +170,12 @@ class Recipe(BaseModel):
     def _settings(self) -> dict[str, Any]:
         """All settings. Newer ones are left out unless set, so that older runs can be resumed."""
         settings = self.model_dump(mode="json")
-        fields = type(self).model_fields
-        unset = [n for n in _YOUNGER if getattr(self, n) == fields[n].get_default()]
+        unset = [name for name in _YOUNGER if not self._is_set(name)]
         return {name: value for name, value in settings.items() if name not in unset}
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a setting is another than by default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default())
 
 
 def make_recipe(settings: dict[str, Any]) -> Recipe:

@@ -234,6 +234,8 @@ def test_overrides_mix_schemes_in_one_checkpoint(models: Models, tmp_path: Path)
     assert second["input_activations"] is None
     kept = tensors(tmp_path / "out")["model.layers.0.mlp.down_proj.weight"]
     assert kept.dtype is torch.bfloat16
+    last = [*reversed(overrides)]
+    assert calibrate(models("llama"), tmp_path / "last", overrides=last).quantised == 14
     with pytest.raises(SchemeError, match="served as one"):
         split = [{"scheme": "BF16", "targets": ["re:.*v_proj"]}]
         calibrate(models("llama"), tmp_path / "no", overrides=split)

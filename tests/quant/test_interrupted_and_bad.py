@@ -282,6 +282,21 @@ def test_unsupported_models_are_refused(
         ("mixtral", {"ignore": ["re:.*experts.3.w1"]}, "one way in the whole model"),
         ("gpt-oss", {"targets": ["model.layers.0.mlp.router"]}, "a router, which stays as it is"),
         ("llama", {"ignore": ["Linear"]}, "no linear layer is left"),
+        ("gpt-oss", {"ignore": ["lm_head"], "lm_head": "fp8"}, "ignore='lm_head': means lm_head"),
+        ("llama", {"ignore": ["re:lm_.*"], "lm_head": "fp8"}, "ignore='re:lm_.*': means lm_head"),
+        (
+            "llama",
+            {"overrides": [{"scheme": "W8A16", "targets": ["lm_head"]}]},
+            "overrides=W8A16='lm_head': changes nothing.*lm_head='bf16'",
+        ),
+        (
+            "llama",
+            {
+                "ignore": ["re:.*down_proj"],
+                "overrides": [{"scheme": "BF16", "targets": ["re:.*o_proj", "re:.*1.*down_proj"]}],
+            },
+            "overrides=BF16='re:.*1.*down_proj': changes nothing",
+        ),
         ("gpt-oss-mxfp4", {"format": "compressed-tensors"}, "--experts bf16"),
         ("gpt-oss", {"format": "compressed-tensors", "lm_head": "fp8"}, "--lm-head bf16"),
     ],

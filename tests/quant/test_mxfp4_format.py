@@ -114,8 +114,26 @@ def test_what_the_format_cannot_hold(
 ) -> None:
     with pytest.raises(SchemeError, match=message):
         calibrate(models(kind), tmp_path / "out", format="mxfp4", **settings)
-    with pytest.raises(SchemeError, match=r"has no place for kv_cache='fp8'"):
-        make_recipe({"format": "mxfp4", "kv_cache": "fp8", "dataset": "python"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache": "fp8"},
+        {"accuracy_target": 1.5},
+        {"scheme": "W8A16"},
+        {"ignore": ("lm_head",)},
+        {"targets": ("lm_head",)},
+        {"overrides": ({"scheme": "W8A16", "targets": ("lm_head",)},)},
+        {"smoothing": 0.5},
+        {"group_candidates": (32,)},
+    ],
+)
+def test_settings_of_linears_are_refused_where_none_is_quantised(settings: dict) -> None:
+    (name,) = settings
+    with pytest.raises(SchemeError, match=rf"'mxfp4' has no place for {name}=.*no such setting"):
+        make_recipe({"format": "mxfp4", "dataset": "python", **settings})
+    make_recipe({"format": "mxfp4", "lm_head": "bf16"})
 
 
 def test_a_pair_is_refused_before_work_starts(models: Models, tmp_path: Path) -> None:
