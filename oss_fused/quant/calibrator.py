@@ -108,7 +108,8 @@ class Run:
         check_output(options, recipe)
         self.assets = find_assets(self.reader.folder)
         # compared again after the last read: the weights must not change during a run
-        self.source = self.reader.digest()
+        self._source_files = self.reader.identity()
+        self.source: str = self._source_files["digest"]
         self.skeleton = ModelSkeleton(self.reader)
         self.plan: CheckpointPlan = make_plan(self.skeleton, recipe)
         base_folder = recipe.base
@@ -130,7 +131,7 @@ class Run:
     def identity(self) -> str:
         """Hash of all that decides the output: a run can resume another of the same identity."""
         return self.recipe.digest(
-            self.reader.identity(),
+            self._source_files,
             self.base and self.base.digest(),
             self.options.max_shard_bytes,
             # of tokens, not of the file: tokenizer and chat template decide them too
@@ -194,7 +195,7 @@ class Run:
         return summary
 
     def _check_source(self) -> None:
-        if self.reader.digest() != self.source:
+        if self.reader.identity() != self._source_files:
             raise CheckpointError(
                 f"{self.reader.folder}: its weights changed while the run read them; expected a "
                 f"checkpoint that nobody writes"

@@ -120,6 +120,10 @@ class LoraAdapter:
         """Names of the tensors that the adapter changes, sorted."""
         return sorted({*self._loras, *self._replaced})
 
+    def identity(self) -> dict[str, Any]:
+        """What tells this adapter, in this place, from another."""
+        return self._weights.identity()
+
     def digest(self) -> str:
         """Hash of the adapter's config and a sample of its weights."""
         return self._weights.digest()

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -157,6 +158,11 @@ class SourceReader(CheckpointReader):
         if self.adapter is None or not self.adapter.changes(name):
             return tensor
         return self.adapter.merge(name, tensor, index)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint and adapter, in their places, from others."""
+        own = super().identity()
+        return own if self.adapter is None else {**own, "adapter": self.adapter.identity()}
 
     def digest(self) -> str:
         """Hash of config, weights and adapter."""
