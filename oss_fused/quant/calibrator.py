@@ -29,10 +29,10 @@ from oss_fused.quant.mxfp4_rounding import Mxfp4Rounder, open_base
 from oss_fused.quant.plan import CheckpointPlan, make_plan
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
-from oss_fused.quant.record_builder import SearchResult, build_record, layer_step
+from oss_fused.quant.record_builder import SearchResult, build_record
 from oss_fused.quant.run_options import RunOptions, check_output, pick_device
 from oss_fused.quant.self_check import write_self_check
-from oss_fused.quant.skeleton import ModelSkeleton
+from oss_fused.quant.skeleton import ModelSkeleton, layer_step
 from oss_fused.quant.streaming import LayerStream
 
 # wraps an iterable of steps or layers; the text describes the loop

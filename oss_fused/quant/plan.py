@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from oss_fused.errors import SchemeError
+from oss_fused.errors import CheckpointError, SchemeError
 from oss_fused.quant import scheme as schemes
 from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.writer import TensorSpec
 from oss_fused.quant.experts import linears_of
 from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.scheme import QuantizationScheme
-from oss_fused.quant.skeleton import ModelSkeleton, layer_of
+from oss_fused.quant.skeleton import ModelSkeleton, layer_of, layer_step
 
 FP8 = torch.float8_e4m3fn
 # as in the config of OpenAI's checkpoints
@@ -126,6 +126,7 @@ def make_plan(skeleton: ModelSkeleton, recipe: Recipe) -> CheckpointPlan:
     Raises:
         SchemeError: a pattern matches nothing, splits fused linears, or the recipe asks for
             something the model or the format has not.
+        CheckpointError: a tensor has the name of a module.
     """
     chosen = choose_schemes(skeleton, recipe)
     experts = _choose_experts(skeleton, recipe)
@@ -308,6 +309,15 @@ def _steps(
             steps.append(Step(name, "copy", _in_bf16(specs) if bf16 else specs, layer))
     if kv_scales:
         steps += [_kv_step(layer) for layer in range(skeleton.layers)]
+    taken = {layer_step(layer) for layer in range(skeleton.layers)}
+    for step in steps:
+        if step.name in taken:
+            # the journal would take one for the other, and leave its tensors as zeros
+            raise CheckpointError(
+                f"{reader.file(step.name)}: tensor {step.name!r} has the name of a module "
+                f"or a step of this run; expected a name like '{step.name}.weight'"
+            )
+        taken.add(step.name)
     return tuple(sorted(steps, key=lambda step: _order(step, skeleton.layers)))
 
 

@@ -11,7 +11,7 @@ from oss_fused.quant import scheme as schemes
 from oss_fused.quant.plan import CheckpointPlan
 from oss_fused.quant.recipe import KEEP, Recipe
 from oss_fused.quant.record import CalibrationRecord, LayerRecord, LinearRecord, MixRecord
-from oss_fused.quant.skeleton import ModelSkeleton, layer_of
+from oss_fused.quant.skeleton import ModelSkeleton, layer_of, layer_step
 
 StepMetrics = Mapping[str, Mapping[str, Any]]
 
@@ -111,11 +111,6 @@ def _linears(
             kl=None if search is None else search.kl.get(name),
             **{k: v for k, v in noted.items() if k in LinearRecord.model_fields},
         )
-
-
-def layer_step(layer: int) -> str:
-    """Name under which a decoder layer's metrics are stored."""
-    return f"model.layers.{layer}"
 
 
 def _earlier(record: CalibrationRecord, plan: CheckpointPlan) -> dict[str, dict[str, Any]]:

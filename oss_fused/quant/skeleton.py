@@ -158,6 +158,11 @@ def layer_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def layer_step(layer: int) -> str:
+    """Name under which a decoder layer's metrics are stored, beside those of a run's steps."""
+    return f"model.layers.{layer}"
+
+
 def _plain(name: str) -> str:
     """The model's own name of a checkpoint tensor: MXFP4 blocks and scales are one weight."""
     match = _MXFP4_PARTS.match(name)

@@ -35,11 +35,10 @@ from oss_fused.quant.observers import (
     watch_inputs,
 )
 from oss_fused.quant.plan import CheckpointPlan
-from oss_fused.quant.record_builder import layer_step
 from oss_fused.quant.rounding import InputMoments, input_basis, round_with_feedback
 from oss_fused.quant.runner import LayerRunner, RoundedInput, quantise_input
 from oss_fused.quant.scheme import QuantizationScheme, siblings
-from oss_fused.quant.skeleton import ModelSkeleton
+from oss_fused.quant.skeleton import ModelSkeleton, layer_step
 from oss_fused.quant.smoothing import Rescaled, smooth_layer
 
 # samples on which a linear's output is compared with the unquantised one: a second GEMM each

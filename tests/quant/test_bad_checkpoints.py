@@ -54,6 +54,16 @@ def test_no_name_is_written_twice(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+# the journal notes the metrics of a whole layer under the last name
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "lm_head", "model.layers.1"])
+def test_a_tensor_with_the_name_of_a_step_is_refused(
+    models: Models, tmp_path: Path, name: str
+) -> None:
+    source = with_tensors(models, tmp_path, "llama", **{name: torch.ones(3)})
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '{name}' has the name"):
+        Run(make_recipe({"lm_head": "fp8"}), RunOptions(source, tmp_path / "out"))
+
+
 def test_half_an_mxfp4_weight_and_one_stored_twice_are_refused(
     models: Models, tmp_path: Path
 ) -> None:
