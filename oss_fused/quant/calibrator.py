@@ -31,7 +31,7 @@ from oss_fused.quant.recipe import Recipe
 from oss_fused.quant.record import write_record
 from oss_fused.quant.record_builder import SearchResult, build_record
 from oss_fused.quant.run_options import RunOptions, check_output, pick_device
-from oss_fused.quant.self_check import write_self_check
+from oss_fused.quant.self_check import load_prompts, write_self_check
 from oss_fused.quant.skeleton import ModelSkeleton, layer_step
 from oss_fused.quant.streaming import LayerStream
 
@@ -122,6 +122,10 @@ class Run:
         )
         self.held_out: list[torch.Tensor] = []
         self.samples = self._load_samples() if base is None else []
+        self.prompts: list[list[int]] = []
+        if recipe.checks_itself:
+            # said before the work: whether the self-check at its end can be made
+            self.prompts = load_prompts(self.reader.folder, self.skeleton.config.vocab_size)
 
     @property
     def output_bytes(self) -> int:
@@ -182,8 +186,9 @@ class Run:
                 self._check_source()
                 summary = self._summarise(writer, time.monotonic() - start)
                 self._write_assets(writer, summary)
-                if self.recipe.checks_itself:
-                    write_self_check(writer.partial, self.reader, self.plan, self.device, progress)
+                if self.prompts:
+                    parts = (self.reader, self.plan, self.prompts, self.device)
+                    write_self_check(writer.partial, *parts, progress)
                 complete(writer.partial)
             except OssFusedError:
                 # the input is at fault: a resume would fail again

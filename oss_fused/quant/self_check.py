@@ -127,10 +127,30 @@ def load_self_check(folder: Path) -> SelfCheck:
     return parse_self_check(read_json(folder / FILE), str(folder / FILE))
 
 
+def load_prompts(folder: Path, vocab_size: int) -> list[list[int]]:
+    """Token ids of ``TEXTS`` by the tokenizer in ``folder``, at most ``TOKENS`` each.
+
+    Raises:
+        CheckpointError: no tokenizer, or that of another model.
+    """
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in TEXTS]
+    for text, ids in zip(TEXTS, prompts):
+        if len(ids) < 2 or max(ids) >= vocab_size:
+            raise CheckpointError(
+                f"{folder}: for the self-check's prompt {text[:20]!r}... the tokenizer gives "
+                f"{ids[:4]!r}, at most {max(ids, default=None)}; expected two ids or more below "
+                f"vocab_size={vocab_size}. Is it the tokenizer of another model? --self-check off "
+                f"does without"
+            )
+    return prompts
+
+
 def write_self_check(
     folder: Path,
     source: CheckpointReader,
     plan: CheckpointPlan,
+    prompts: Sequence[Sequence[int]],
     device: torch.device,
     track: Track = lambda layers, _: layers,
 ) -> None:
@@ -138,21 +158,17 @@ def write_self_check(
 
     Args:
         folder: config and tensors, complete.
-        source: the checkpoint that it was made from, with its tokenizer.
+        source: the checkpoint that it was made from.
         plan: how it was made.
+        prompts: token ids of each, as ``load_prompts`` gives them.
         device: of the arithmetic.
         track: wraps the loop over layers.
-
-    Raises:
-        CheckpointError: the source has no tokenizer.
     """
-    tokenizer = load_tokenizer(source.folder)
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in TEXTS]
     logprobs = prompt_logprobs(folder, ModelSkeleton(source), plan, prompts, device, track)
     check = SelfCheck(
         prompts=tuple(
             # four decimals: more would differ between machines
-            Prompt(token_ids=ids, logprobs=tuple(round(value, 4) for value in values))
+            Prompt(token_ids=tuple(ids), logprobs=tuple(round(value, 4) for value in values))
             for ids, values in zip(prompts, logprobs)
         )
     )

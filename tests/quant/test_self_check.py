@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from oss_fused.errors import CheckpointError
+from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.formats import dequantize
+from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.self_check import FILE, TEXTS, SelfCheck, load_self_check, parse_self_check
 from tests.quant.runs import Models, calibrate, tensors, whole_model
 from tests.quant.test_source import rewrite
@@ -105,6 +108,22 @@ def test_when_it_is_written(models: Models, tmp_path: Path, text_file: Path) -> 
     (source / FILE).write_text("{}")
     calibrate(source, tmp_path / "out")
     assert not (tmp_path / "out" / FILE).exists()
+
+
+def test_a_tokenizer_that_cannot_give_prompts_is_named_before_the_work(
+    models: Models, tmp_path: Path
+) -> None:
+    source = rewrite(models("llama"), tmp_path / "source", lambda state: state)
+    run = (make_recipe({"self_check": "on"}), RunOptions(source, tmp_path / "out"))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([*(f"<{i}>" for i in range(320 - len(tokenizer))), "harbour"])
+    tokenizer.save_pretrained(source)
+    with pytest.raises(CheckpointError, match=r"prompt 'The harbour .* vocab_size=320.*another"):
+        Run(*run)
+    for path in source.glob("token*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="source: cannot load a tokenizer"):
+        Run(*run)
 
 
 CHECK = SelfCheck(
