@@ -103,7 +103,7 @@ def _rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(row, dict) or not {"text", "messages"} & row.keys():
             raise DatasetError(
@@ -118,7 +118,8 @@ def _tokens(path: Path, number: int, row: dict[str, Any], tokenizer: Any) -> lis
     if "messages" not in row:
         if not isinstance(row["text"], str):
             raise DatasetError(f"{path}, line {number}: 'text' is no string")
-        return list(tokenizer(row["text"], verbose=False)["input_ids"])
+        text = _characters(path, number, row["text"])
+        return list(tokenizer(text, verbose=False)["input_ids"])
     messages = row["messages"]
     shaped = isinstance(messages, list) and all(
         isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
@@ -133,8 +134,21 @@ def _tokens(path: Path, number: int, row: dict[str, Any], tokenizer: Any) -> lis
         raise DatasetError(
             f"{path}, line {number}: the model's chat template refuses it: {error}"
         ) from error
+    text = _characters(path, number, text)
     # the template writes the special tokens itself
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _characters(path: Path, number: int, text: str) -> str:
+    """``text``, unless it holds half a surrogate pair, which JSON can write but UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{path}, line {number}: the text holds {text[error.start]!r}, half of a surrogate "
+            f"pair; expected whole characters"
+        ) from None
+    return text
 
 
 def _choose(

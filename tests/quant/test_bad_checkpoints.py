@@ -87,6 +87,15 @@ def test_integer_weights_are_refused(models: Models, tmp_path: Path) -> None:
         checked(source, tmp_path)
 
 
+KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": 5}, "architectures=5: expected a list of names"),
+    ({"architectures": ["LlamaForCausalLM", None]}, "architectures=.*expected a list of names"),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": 5},
+        "mlp_only_layers=5: expected a list of integers",
+    ),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": "2"}, "decoder_sparse_step=2: expected an"),
+]
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 100_000}, "num_hidden_layers=100000"),
     ({"num_hidden_layers": 1000}, r"'model\.layers\.2\..*' is missing"),
@@ -111,6 +120,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"text_config": {"hidden_size": -1}, "num_hidden_layers": {}}, "num_hidden_layers"),
     ({"model_type": ["llama"]}, "model_type"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+    *KEYS,
 ]
 
 
@@ -125,6 +135,16 @@ def test_absurd_configurations_are_named_at_once(
         checked(source, tmp_path)
     assert time.process_time() - begun < 10
     assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(("change", "message"), KEYS)
+def test_keys_of_a_wrong_type_are_named_before_they_are_served(
+    models: Models, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    source = changed(models, tmp_path, "llama")
+    (source / "config.json").write_text(json.dumps({**config_of(source), **change}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        audit(source)
 
 
 def test_layers_beyond_the_configs_are_refused_before_they_are_served(

@@ -62,6 +62,24 @@ def test_weights_that_change_during_the_run_are_refused(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 64, None], ids=["emptied", "garbled", "removed"]
+)
+def test_a_shard_that_is_damaged_meanwhile_is_named(
+    models: Models, tmp_path: Path, content: bytes | None
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(models("llama"), source)
+    path = source / "model.safetensors"
+
+    def progress(steps, _):
+        yield from steps
+        path.unlink() if content is None else path.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"source/model\.safetensors: cannot be read as"):
+        Run(make_recipe({}), RunOptions(source, tmp_path / "out")).execute(progress)
+
+
 def test_an_adapter_is_part_of_what_must_not_change(models: Models, tmp_path: Path) -> None:
     linear = "model.layers.0.self_attn.q_proj"
     adapter = write_adapter(tmp_path / "lora", lora(linear, *factors(64, 64, 4)))

@@ -75,6 +75,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer) -> None:
         ("a.jsonl", '{"messages": "hi"}', "'messages' is no list"),
         ("a.jsonl", '{"messages": []}', "'messages' is no list"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "'messages' is no list"),
+        ("a.jsonl", '{"text": "ok"}\n{"text": "a \\ud800"}', r"line 2: .* '\\ud800', half of a"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "\\udfff"}]}',
+            r"line 1: .* '\\udfff', half of a surrogate",
+        ),
+        ("a.jsonl", '{"text": "ok"}\n' + "[" * 10**6, "line 2: not JSON: maximum recursion"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, tokenizer, name, content, message) -> None:

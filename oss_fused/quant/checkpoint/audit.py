@@ -49,6 +49,7 @@ _LIMITS = {
     "num_experts": 4096,
     "moe_intermediate_size": 1 << 20,
     "num_experts_per_tok": 4096,
+    "decoder_sparse_step": 1024,
 }
 _OPTIONAL_SIZES = (
     "head_dim",
@@ -57,7 +58,9 @@ _OPTIONAL_SIZES = (
     "num_experts",
     "moe_intermediate_size",
     "num_experts_per_tok",
+    "decoder_sparse_step",
 )
+_LISTS = {"architectures": (str, "names"), "mlp_only_layers": (int, "integers")}
 _KNOWN_METHODS = (None, "oss_fp8", "mxfp4", "gpt_oss_mxfp4")
 # architectures that end otherwise have layers of their own: draft heads, for example
 _HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
@@ -111,7 +114,7 @@ def _is_known(reader: CheckpointReader) -> bool:
         reader.config["model_type"] in FAMILIES
         # in Mistral's own format tensors have other names
         and not any(name.startswith("layers.0.attention.") for name in reader.names())
-        and all(isinstance(name, str) and name.endswith(_HEADS) for name in architectures)
+        and all(name.endswith(_HEADS) for name in architectures)
     )
 
 
@@ -146,6 +149,13 @@ def check_config(config: dict[str, Any], remote_code: bool = False) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise CheckpointError(
                 f"config.json: {key}={str(value)[:80]}: expected an integer from 1 to {limit}"
+            )
+    for key, (kind, what) in _LISTS.items():
+        values = config.get(key)
+        listed = isinstance(values, list) and all(type(value) is kind for value in values)
+        if values is not None and not listed:
+            raise CheckpointError(
+                f"config.json: {key}={repr(values)[:80]}: expected a list of {what}"
             )
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,10 @@ class CheckpointReader:
 
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint, in this place, from another."""
+        digest = self.digest()  # names a shard that is missing or damaged by now
         files = {path.name: path.stat() for path in self._paths()}
         return {
-            "digest": self.digest(),
+            "digest": digest,
             "files": {name: [s.st_size, s.st_mtime_ns] for name, s in sorted(files.items())},
         }
 
@@ -142,16 +144,25 @@ class CheckpointReader:
         """
         total = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for path in self._paths():
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-                for name in sorted(name for name in header if name in self._files):
-                    entry = header[name]
-                    start, stop = (8 + length + offset for offset in entry["data_offsets"])
-                    total.update(f"\n{name} {entry['dtype']} {entry['shape']}\n".encode())
-                    for at in (*range(start, stop, _STRIDE), max(start, stop - _SAMPLE)):
-                        total.update(os.pread(file.fileno(), min(_SAMPLE, stop - at), at))
+            try:
+                self._add_to_digest(path, total.update)
+            except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+                raise CheckpointError(
+                    f"{path}: cannot be read as safetensors any more: {error}; expected a "
+                    f"checkpoint that nobody writes"
+                ) from None
         return total.hexdigest()
+
+    def _add_to_digest(self, path: Path, update: Callable[[bytes], None]) -> None:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+            for name in sorted(name for name in header if name in self._files):
+                entry = header[name]
+                start, stop = (8 + length + offset for offset in entry["data_offsets"])
+                update(f"\n{name} {entry['dtype']} {entry['shape']}\n".encode())
+                for at in (*range(start, stop, _STRIDE), max(start, stop - _SAMPLE)):
+                    update(os.pread(file.fileno(), min(_SAMPLE, stop - at), at))
 
     def _paths(self) -> list[Path]:
         return sorted({self.folder / file for file in self._files.values()})
