@@ -155,12 +155,16 @@ def served_bytes(reader: CheckpointReader, quantised: bool) -> int:
     """
     gpu, total = torch.cuda.is_available(), 0
     for name in reader.names():
-        size = reader.dtype(name).itemsize
-        is_linear = name.endswith("_proj.weight")
-        if not gpu and (reader.is_fp8(name) or (quantised and is_linear)):
-            size = 4  # unpacked to float32, see layers/vllm/linear.py
-        elif quantised and is_linear:
-            size = 1
+        size, expert = reader.dtype(name).itemsize, ".experts." in name
+        becomes_fp8 = quantised and name.endswith("_proj.weight") and not expert
+        if gpu:
+            size = 1 if becomes_fp8 else size
+        elif expert and name.endswith(("_proj_scales", ".weight_scale", "_weight_scale")):
+            size = 0  # a CPU multiplies them into the weights
+        elif name.endswith("_proj_blocks"):
+            size = 4  # two values a byte, unpacked to 16 bits: layers/vllm/experts/mxfp4.py
+        elif reader.is_fp8(name) or becomes_fp8:
+            size = 4 if expert else 2  # layers/vllm/experts/fp8.py; layers/vllm/linear.py
         total += torch.Size(reader.shape(name)).numel() * size
     return total
 
