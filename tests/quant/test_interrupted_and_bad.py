@@ -170,6 +170,22 @@ def test_a_resume_takes_up_no_samples_of_another_chat_template(
     assert all(torch.equal(first[name].float(), t.float()) for name, t in second.items())
 
 
+@pytest.mark.parametrize("release", ["0.0.9", None])
+def test_the_work_of_another_release_is_not_taken_up(
+    models: Models, tmp_path: Path, release: str | None
+) -> None:
+    with pytest.raises(Stop):
+        calibrate(models("llama"), tmp_path / "out", stop_after(5))
+    (partial,) = tmp_path.iterdir()
+    (begun,) = partial.rglob("release")
+    begun.unlink() if release is None else begun.write_text(release)
+    message = rf"--resume: {partial} was begun by oss_fused {release or 'an earlier'}.*start over"
+    with pytest.raises(CheckpointError, match=message):
+        calibrate(models("llama"), tmp_path / "out", resume=True)
+    assert (partial / "state" / "journal.jsonl").read_text()
+    calibrate(models("llama"), tmp_path / "out")
+
+
 def test_an_existing_output_is_kept_unless_overwritten(models: Models, tmp_path: Path) -> None:
     output = tmp_path / "out"
     calibrate(models("llama"), output)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from oss_fused import __version__
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.place import OutputLock, check_replaceable, real
 from oss_fused.quant.checkpoint.reader import INDEX, SINGLE
@@ -85,7 +86,8 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: another run writes the same output, something stands there that may
-                not be replaced, two tensors have one name, or the disk has too little room.
+                not be replaced, another release of this package began the work, two tensors have
+                one name, or the disk has too little room.
         """
         self.output = real(output)
         self.overwrite = overwrite
@@ -95,6 +97,7 @@ class CheckpointWriter:
         self._places = _place(self._shards)
         self.state = self.partial / _STATE
         self._journal = self.state / "journal.jsonl"
+        self._release = self.state / "release"  # that began the work
         self._written: dict[str, int] = {}  # checksum of each tensor since the last step
         self._own_lock = None if lock is not None else OutputLock(self.output)
         try:
@@ -200,6 +203,8 @@ class CheckpointWriter:
     def _claim(self, resume: bool) -> None:
         if self.partial.exists() and not resume:
             self._remove()
+        if self._journal.exists():
+            self._check_release()
         have = sum(p.stat().st_blocks * 512 for p in self.partial.glob("*.safetensors"))
         free = shutil.disk_usage(self.output.parent).free
         if self.total_bytes - have > free:
@@ -208,6 +213,17 @@ class CheckpointWriter:
                 f"{free / 1e9:.2f} GB are free on that disk"
             )
         self.state.mkdir(parents=True, exist_ok=True)
+        self._release.write_text(__version__)
+        sync(self._release)
+
+    def _check_release(self) -> None:
+        """Refuse the work of another release, whose rounding may be another."""
+        begun = self._release.read_text() if self._release.exists() else "an earlier release"
+        if begun != __version__:
+            raise CheckpointError(
+                f"--resume: {self.partial} was begun by oss_fused {begun}, this is {__version__}; "
+                f"expected the release that began it, or no --resume, to start over"
+            )
 
     def _remove(self, ignore_errors: bool = False) -> None:
         # the journal first: after a kill it must not list shards that no longer exist
