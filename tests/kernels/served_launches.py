@@ -207,10 +207,8 @@ if __name__ == "__main__":
         for kernel in made:
             shown = kernel._asdict()
             shown["lines"] = kernel.asm.get("ttir", "").count("\n")
-            words = [
-                line.split(", ") for line in kernel.asm["ptx"].splitlines() if "wgmma.mma" in line
-            ]
-            # of the products, those that read their left operand transposed
-            shown["products"] = len(words)
-            shown["transposed"] = sum(each[-2:] == ["1", "0;"] for each in words)
+            products = [line for line in kernel.asm["ptx"].splitlines() if "wgmma.mma" in line]
+            shown["products"] = len(products)
+            # those that read their left operand transposed
+            shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

@@ -359,10 +359,9 @@ def product_pipeline(
     """
     (m, k), n = x.shape, w.shape[0]
     blocks_m, groups, steps = cdiv(m, block_m), consumers // depth, cdiv(k, block_k)
-    tiles = blocks_m * cdiv(n, _ROWS * groups) * splits
+    tiles, parts, out_desc = blocks_m * cdiv(n, _ROWS * groups) * splits, None, None
     chunk = min(block_m, _CHUNK)
     buffers = min(block_m // chunk, 2)
-    parts, out_desc = None, None
     free = _SHARED_BYTES // ctas - _RESERVED - (depth - 1) * _ROWS * block_m * 4
     if splits > 1:
         parts = out.new_empty(splits, n, blocks_m * block_m, dtype=torch.float32)
@@ -373,11 +372,10 @@ def product_pipeline(
     # a slot always belongs to one consumer: a barrier's parity repeats after two laps of the ring,
     # so who waits at it must have waited there in the lap before
     stages -= stages % depth
-    programs = min(tiles, ctas * multiprocessors(x.device))
-    if steps % depth or cdiv(steps, splits) % depth:
-        # behind a tile of such parts consumers would change their slots
-        programs = tiles
-    _mixed_pipeline_kernel[(programs,)](
+    # behind a tile of other parts consumers would change their slots
+    whole = not (steps % depth or cdiv(steps, splits) % depth)
+    programs = ctas * multiprocessors(x.device) if whole else tiles
+    _mixed_pipeline_kernel[(min(tiles, programs),)](
         descriptor(w, _ROWS, block_k),
         descriptor(x, block_m, block_k),
         out_desc,
