@@ -18,7 +18,7 @@ from tests.kernels.served_launches import CASES, LONG, NOT_WITHOUT_A_GPU, SHORT
 MOST_LINES = 2000
 # bytes of registers that a thread keeps in memory; heads of 256 values and the portable forward of
 # flash_attention need some hundred
-MOST_STACK = 1024
+MOST_STACK = 1536
 
 WITH_LONG = "OSS_FUSED_LONG_TESTS" in os.environ
 long_test = pytest.mark.skipif(
