@@ -163,7 +163,9 @@ class Engine:
             if ffi is not None:
                 sys.modules["llvmlite.binding.ffi"] = ffi
 
-    def generate(self, prompt: list[int] | None = None) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int] | None = None, lora: Any = None
+    ) -> tuple[list[int], list[float]]:
         """Greedy tokens after the prompt, and the log-probability of each."""
         from vllm import SamplingParams
 
@@ -171,7 +173,8 @@ class Engine:
             temperature=0, max_tokens=NEW_TOKENS, logprobs=0, ignore_eos=True, detokenize=False
         )
         prompt = {"prompt_token_ids": PROMPT if prompt is None else prompt}
-        out = self.llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        answers = self.llm.generate([prompt], params, use_tqdm=False, lora_request=lora)
+        out = answers[0].outputs[0]
         tokens = list(out.token_ids)
         return tokens, [step[t].logprob for step, t in zip(out.logprobs, tokens)]
 

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.plugin.conftest import (
-    PROMPT,
     assert_agrees,
     build,
     calibrate,
@@ -94,22 +93,35 @@ def make_adapter(folder: Path) -> Path:
 
 
 def test_lora(tmp_path, engine):
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     folder = build(tmp_path / "model", "llama")
-    adapter = make_adapter(tmp_path / "adapter")
+    adapter = LoRARequest("a", 1, str(make_adapter(tmp_path / "adapter")))
     served = engine(folder, quantization="oss_fp8", enable_lora=True, max_lora_rank=8)
     assert_agrees(served.generate(), folder)
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, detokenize=False)
-    out = served.llm.generate(
-        [{"prompt_token_ids": PROMPT}],
-        params,
-        use_tqdm=False,
-        lora_request=LoRARequest("a", 1, str(adapter)),
-    )
-    step = out[0].outputs[0].logprobs[0]
-    assert abs(next(iter(step.values())).logprob - served.generate()[1][0]) > 1e-3
+    assert abs(served.generate(lora=adapter)[1][0] - served.generate()[1][0]) > 1e-3
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_reload_below_an_adapter(active, tmp_path, engine):
+    from vllm.lora.request import LoRARequest
+
+    from oss_fused.errors import CheckpointError
+
+    folder = build(tmp_path / "served", "llama")
+    other = build(tmp_path / "other", "llama", initializer_range=RELOADED)
+    adapter = LoRARequest("a", 1, str(make_adapter(tmp_path / "adapter"))) if active else None
+    options = {"quantization": "oss_fp8", "enable_lora": True, "max_lora_rank": 8}
+    expected = engine(other, **options).generate(lora=adapter)
+    served = engine(folder, **options)
+    before = served.generate(lora=adapter)
+    tensors = list(tensors_of(other).items())
+    part = [(name, tensor) for name, tensor in tensors if "0.self_attn.q_proj" not in name]
+    with pytest.raises(CheckpointError, match=r"0.self_attn.q_proj.weight' is missing"):
+        served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(part)})
+    assert served.generate(lora=adapter) == before != expected
+    served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+    assert served.generate(lora=adapter) == expected
 
 
 def test_lora_with_experts_on_a_cpu_is_refused(tmp_path, engine, amx):

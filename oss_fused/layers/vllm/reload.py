@@ -83,6 +83,15 @@ class CompleteModel:
         raise NotImplementedError
 
 
+def method_of(module: nn.Module) -> Any:
+    """The quantisation method that ``module`` itself holds, or None.
+
+    vLLM's LoRA wrappers answer ``quant_method`` with that of the layer in them.
+    """
+    # some methods of vLLM's are modules
+    return vars(module).get("quant_method", module._modules.get("quant_method"))
+
+
 class Session:
     """One load into a model that serves."""
 
@@ -136,7 +145,7 @@ class Session:
         for module in self.states:
             if isinstance(module, CompleteModel):
                 module.check_complete()
-            method = getattr(module, "quant_method", None)
+            method = method_of(module)
             info = layerwise.get_layerwise_info(module)
             if isinstance(method, CheckedMethod) and info.can_load():
                 method.check_session(module, {name for name, _ in info.loaded_weights})
@@ -163,7 +172,7 @@ class _State:
     def __init__(self, module: nn.Module) -> None:
         self.attributes = dict(vars(module))
         self.holders = {name: self.attributes[name].copy() for name in _HOLDERS}
-        method = getattr(module, "quant_method", None)
+        method = method_of(module)
         self.method = dict(vars(method)) if isinstance(method, CheckedMethod) else None
 
     def restore(self, module: nn.Module) -> None:
@@ -184,7 +193,7 @@ def _replace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _checked_layers(model: nn.Module) -> Iterator[tuple[Any, CheckedMethod]]:
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method = method_of(module)
         if isinstance(method, CheckedMethod):
             yield module, method
 
@@ -294,7 +303,7 @@ def _abandon(model: nn.Module) -> None:
 def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
     """Allocate a layer's weights; called when its first weight arrives."""
     original(layer, info)
-    method = getattr(layer, "quant_method", None)
+    method = method_of(layer)
     if isinstance(method, CheckedMethod):
         method.mark_missing(layer)
 
