@@ -133,6 +133,23 @@ def test_scales_that_a_reload_changes_are_counted(folder):
     assert metrics()["oss_fused:scale_updates_total", ""] == 2
 
 
+def test_a_layer_in_a_wrapper_is_one_layer(folder):
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    from oss_fused.plugin.monitor.fallback import _quantising
+    from oss_fused.plugin.monitor.watch import Monitor
+
+    wrapper = BaseLayerWithLoRA()
+    wrapper.base_layer = linear_layer("a")
+    assert wrapper.quant_method is wrapper.base_layer.quant_method
+    model = torch.nn.ModuleList([wrapper, linear_layer("b")])
+    watcher = Monitor(1000, rank=0)
+    watcher.watch(model)
+    assert len(watcher.statistics.limits) == 2
+    assert sorted(watcher._index.values()) == [0, 1]
+    assert _quantising(model, {"a"}) == {"a": wrapper.base_layer}
+
+
 def test_policy_file(folder, policy):
     assert bits16_layers(policy) == {}
     add_layers(policy, {"x": "first"})

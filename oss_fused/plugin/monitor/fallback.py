@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from oss_fused.errors import SchemeError
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
+from oss_fused.layers.vllm.reload import method_of
 
 logger = init_logger(__name__)
 
@@ -96,7 +97,7 @@ def _quantising(model: Any, wanted: Set[str]) -> dict[str, Any]:
     """Name -> layer of ``model`` in ``wanted`` that still quantises its input."""
     found = {}
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method = method_of(module)
         if not isinstance(method, OssFp8LinearMethod) or method.bits16_inputs:
             continue
         if method.prefix in wanted:

@@ -26,6 +26,7 @@ from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.reload import method_of
 from oss_fused.plugin.monitor.fallback import Fallback, check_fallback
 from oss_fused.plugin.monitor.policy import bits16_layers
 from oss_fused.plugin.monitor.recapture import remember_capture
@@ -77,7 +78,7 @@ class Monitor:
         weakref.finalize(model, self.stop)
         device = torch.device("cpu")
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method = method_of(module)
             if isinstance(method, OssFp8LinearMethod):
                 weight = module.weight
             elif (
