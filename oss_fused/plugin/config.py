@@ -27,7 +27,7 @@ from oss_fused.layers.vllm.experts.choice import experts_method
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.kv_cache import OssFp8KVCacheMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
-from oss_fused.layers.vllm.reload import install
+from oss_fused.layers.vllm.reload import any_rank, install
 from oss_fused.layers.vllm.unquantized import (
     OssUnquantizedEmbeddingMethod,
     OssUnquantizedLinearMethod,
@@ -204,10 +204,20 @@ class OssFp8Config(QuantizationConfig):
         return None if group is None else self.settings.groups[group]
 
     def check_ignore(self) -> None:
-        """Raise SchemeError for patterns of the user's that match no layer; for a built model."""
-        if self._unmatched_ignore:
+        """Refuse patterns of the user's that match no layer; all ranks of a built model call it.
+
+        Raises:
+            SchemeError: names the patterns.
+        """
+        if self.settings.calibrated or not self.settings.ignore:
+            return
+        # with pipeline parallelism a layer is on one rank
+        patterns = sorted(set(self.settings.ignore))
+        matched = any_rank([pattern not in self._unmatched_ignore for pattern in patterns])
+        unmatched = [pattern for pattern, found in zip(patterns, matched) if not found]
+        if unmatched:
             raise SchemeError(
-                f"ignore={sorted(self._unmatched_ignore)!r}: matches no linear layer of this "
+                f"ignore={unmatched!r}: matches no linear layer of this "
                 f"model; expected names like 'model.layers.0.self_attn.q_proj', a glob, or 're:' "
                 f"and a regular expression"
             )

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.patterns import find_target, is_ignored, matches, shards, spellings
@@ -94,3 +97,41 @@ def test_fused_layer_with_two_schemes_is_refused():
     groups = {"a": ["Linear"], "b": ["model.layers.3.self_attn.q_proj"]}
     with pytest.raises(SchemeError, match="different schemes"):
         find_target(QKV, groups, PACKED)
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """The configuration of a bf16 model whose user ignores some layers."""
+    from oss_fused.plugin import config
+    from oss_fused.quant import settings
+
+    def make(*ignore):
+        made = config.OssFp8Config(settings.online(settings.OnlineOptions(ignore=ignore)))
+        made._options_read, made._unmatched_ignore = True, set(ignore)
+        return made
+
+    return make
+
+
+def test_a_pattern_may_mean_a_layer_of_another_rank(config, monkeypatch):
+    from oss_fused.layers.vllm import reload
+
+    # two ranks with a layer each, run one after the other
+    ranks = [config("model.layers.0.*", "model.layers.1.*", "model.layers.9.*") for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.scheme_of(f"model.layers.{number}.mlp.down_proj")
+    group = SimpleNamespace(world_size=2, cpu_group="cpu")
+    monkeypatch.setattr(reload.parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(reload.parallel_state, "get_pp_group", lambda: group)
+    monkeypatch.setattr(reload.parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    flags = []
+
+    def all_reduce(found, op, group):
+        flags.append(found.clone())
+        found.copy_(torch.tensor([1, 1, 0]))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    for rank in ranks:
+        with pytest.raises(SchemeError, match=r"ignore=\['model.layers.9.\*'\]: matches no"):
+            rank.check_ignore()
+    assert [f.tolist() for f in flags] == [[1, 0, 0], [0, 1, 0]]

@@ -19,7 +19,7 @@ host memory as a rank's weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -133,7 +133,7 @@ class Session:
                 finalize()
             except Exception as error:
                 self.roll_back(error)
-        if _any_rank(self.error is not None) and self.error is None:
+        if any_rank([self.error is not None])[0] and self.error is None:
             self.roll_back(CheckpointError("another rank refused them, see its log"))
         if self.error is not None:
             logger.error("oss_fused: new weights were refused: %s", self.error)
@@ -208,17 +208,18 @@ def _check_reaches(layer: Any, method: CheckedMethod) -> None:
             )
 
 
-def _any_rank(failed: bool) -> bool:
-    """Whether a rank of this model has failed. All ranks must call it once per load."""
+def any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Which of ``flags`` are true on a rank of this model; all ranks must call it alike."""
     if not parallel_state.model_parallel_is_initialized():
-        return failed
-    flag = torch.tensor([int(failed)])
+        return list(flags)
+    # vLLM builds models with the GPU as the default device
+    found = torch.tensor(flags, dtype=torch.int32, device="cpu")
     for group in (parallel_state.get_tp_group(), parallel_state.get_pp_group()):
         if group.world_size > 1:
             torch.distributed.all_reduce(
-                flag, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group
+                found, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group
             )
-    return bool(flag.item())
+    return found.bool().tolist()
 
 
 def _session_of(model: nn.Module) -> Session | None:
