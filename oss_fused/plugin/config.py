@@ -163,9 +163,9 @@ class OssFp8Config(QuantizationConfig):
                 return OssUnquantizedLinearMethod(prefix)
             return self._linear_method(scheme, prefix)
         if isinstance(layer, ParallelLMHead):
+            scheme = self.scheme_of(prefix)
             # the head is quantised only if the checkpoint, the options or the model ask for it
-            scheme = self.scheme_of(prefix) if self._wants_head(layer) else None
-            if scheme is None:
+            if scheme is None or not self._wants_head(layer):
                 return OssUnquantizedEmbeddingMethod(prefix)
             method = self._linear_method(scheme, prefix)
             method.head_is_fed = self.feeds_tied_head

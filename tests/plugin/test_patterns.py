@@ -123,7 +123,9 @@ def test_a_pattern_may_mean_a_layer_of_another_rank(config, monkeypatch):
     group = SimpleNamespace(world_size=2, cpu_group="cpu")
     monkeypatch.setattr(reload.parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(reload.parallel_state, "get_pp_group", lambda: group)
-    monkeypatch.setattr(reload.parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(
+        reload.parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1)
+    )
     flags = []
 
     def all_reduce(found, op, group):
@@ -135,3 +137,13 @@ def test_a_pattern_may_mean_a_layer_of_another_rank(config, monkeypatch):
         with pytest.raises(SchemeError, match=r"ignore=\['model.layers.9.\*'\]: matches no"):
             rank.check_ignore()
     assert [f.tolist() for f in flags] == [[1, 0, 0], [0, 1, 0]]
+
+
+def test_a_head_that_stays_as_it_is_may_be_ignored(config, monkeypatch):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    made = config("lm_head", "model.layers.9.*")
+    monkeypatch.setattr(made, "_wants_head", lambda layer: False)
+    made.get_quant_method(ParallelLMHead.__new__(ParallelLMHead), "lm_head")
+    with pytest.raises(SchemeError, match=r"ignore=\['model.layers.9.\*'\]: matches no"):
+        made.check_ignore()
