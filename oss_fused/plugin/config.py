@@ -27,6 +27,7 @@ from oss_fused.layers.vllm.experts.choice import experts_method
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.kv_cache import OssFp8KVCacheMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.loaded import CheckedMethod
 from oss_fused.layers.vllm.reload import any_rank, install
 from oss_fused.layers.vllm.unquantized import (
     OssUnquantizedEmbeddingMethod,
@@ -154,6 +155,12 @@ class OssFp8Config(QuantizationConfig):
             SchemeError: a fused layer is quantised in part.
         """
         self._read_options()
+        method = self._choose_method(layer, prefix)
+        if isinstance(method, CheckedMethod):
+            method.drafts = self._drafts
+        return method
+
+    def _choose_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             # rounding in a router or classifier could change what it selects, and FP8 would save
             # little time or memory there

@@ -174,7 +174,7 @@ OVERRIDDEN = {
     (
         f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
         f"{_OSS}.unquantized:OssUnquantizedMoEMethod",
-    ): "create_weights",
+    ): f"create_weights {_METHOD}",
     (
         f"{_QUANT}.mxfp4:GptOssMxfp4MoEMethod",
         f"{_OSS}.experts.choice:VllmMxfp4MoEMethod",

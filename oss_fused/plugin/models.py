@@ -5,13 +5,12 @@
   are one kernel (rope_attention.py), attention is native (attention.py). The options
   fused_layers=false and attention_kernels="vllm" leave these out.
 - Steps: model_state.py and CUDA graphs of the head, unless short_step=false; the monitor.
-- Weights: gpt-oss gets a quantised lm_head and loads every layout of experts; a tensor that the
-  checkpoint lacks is an error.
+- Weights: gpt-oss gets a quantised lm_head and loads every layout of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,30 +31,21 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.attention import adopt_attention
 from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
 from oss_fused.layers.vllm.experts.block import join_blocks, warm_block
 from oss_fused.layers.vllm.experts.choice import warm_router
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
-from oss_fused.layers.vllm.reload import CompleteModel
 from oss_fused.layers.vllm.rope_attention import fuse_rope
 from oss_fused.layers.vllm.warmup import collect, finish, max_tokens
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.monitor import watch as monitor
-from oss_fused.quant.patterns import spellings
 from oss_fused.quant.settings import ServingOptions
-
-# checked where they are used: a checkpoint may do without
-_OPTIONAL = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class _BeforeLayers(QuantizeMethodBase):
-    """Makes vLLM check a whole model after loading and before it processes any layer.
-
-    The model's own hook is not enough: vLLM calls it for the outermost model only.
-    """
+    """Makes vLLM tell a model that it is loaded, before any layer is processed."""
 
     requires_device_loading = False
     supports_pre_processed_weights = True
@@ -72,29 +62,17 @@ class _BeforeLayers(QuantizeMethodBase):
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Refuse a checkpoint that lacks a tensor.
-
-        Raises:
-            CheckpointError: names the first missing tensors.
-        """
-        layer.needed = [
-            name for name, _ in layer.named_parameters() if not name.endswith(_OPTIONAL)
-        ]
-        # --load-format dummy and others load no tensors by name
-        if layer.loaded_names:
-            layer.check_complete()
+        """Collect kernels of all layers, to compile them side by side."""
         if layer.is_outermost and all(each.is_cuda for each in layer.parameters()):
             collect()
 
 
-class _OssModel(CompleteModel, nn.Module):
+class _OssModel(nn.Module):
     """What the classes below share; first in the bases, before vLLM's class."""
 
     config: Any
     model: Any
     options: ServingOptions
-    # parameters that a load must bring
-    needed: Sequence[str] = ()
     # no part of another model, and no draft model beside one
     is_outermost = False
 
@@ -106,7 +84,6 @@ class _OssModel(CompleteModel, nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._is_oss_fp8 = is_oss_fp8
         self.head_graphs = HeadGraphs()
-        self.loaded_names = set()
         if self._is_oss_fp8:
             self.quant_method = _BeforeLayers()
             self.is_outermost = not prefix
@@ -165,25 +142,7 @@ class _OssModel(CompleteModel, nn.Module):
         """Load all weights or a part; a load may take several calls. Returns parameters' names."""
         if self._is_oss_fp8:
             weights = self._feed_tied_head(weights)
-        loaded = super().load_weights(weights)  # type: ignore[misc]
-        self.loaded_names |= loaded
-        return loaded
-
-    def check_complete(self) -> None:
-        """Refuse a load whose calls left a tensor out.
-
-        Raises:
-            CheckpointError: names the first missing tensors.
-        """
-        if not self._is_oss_fp8:
-            return
-        missing = [spellings(name)[-1] for name in self.needed if name not in self.loaded_names]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise CheckpointError(
-                f"the checkpoint has no {', '.join(map(repr, missing[:3]))}{more}; expected "
-                f"every tensor of {type(self).__bases__[-1].__name__}"
-            )
+        return super().load_weights(weights)  # type: ignore[misc]
 
 
 class OssLlamaForCausalLM(_OssModel, LlamaForCausalLM):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.patterns import spellings
@@ -157,16 +158,69 @@ def check_finite(name: str, weight: torch.Tensor, widths: Sequence[int] = ()) ->
     Raises:
         CheckpointError: names the tensor of the checkpoint.
     """
-    if bool(weight.isfinite().all()):
+    if _is_finite(weight):
         return
     # rows beyond the checkpoint's pad a vocabulary
     parts = weight.split(list(widths)) if sum(widths) == len(weight) else (weight,)
     for part, rows in enumerate(parts):
-        if not bool(rows.isfinite().all()):
+        if not _is_finite(rows):
             raise CheckpointError(
                 f"{tensor_name(name, part, len(parts))!r} is missing from the checkpoint, or holds "
                 f"NaN or Inf; expected finite numbers"
             )
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    if not weight.numel():
+        return True
+    # one pass without a copy; NaN and Inf are the smallest or the largest
+    low, high = weight.aminmax()
+    return bool(low.isfinite() & high.isfinite())
+
+
+def check_experts(layer: Any, prefix: str) -> None:
+    """Refuse weights and biases of experts with NaN or Inf.
+
+    Args:
+        layer: vLLM's RoutedExperts, with parameters [experts of this rank, ...].
+        prefix: its name.
+
+    Raises:
+        CheckpointError: names the expert's tensor.
+    """
+    for name, parameter in layer._parameters.items():
+        if not name.endswith(("_weight", "_bias")) or parameter.dtype not in FLOATS:
+            continue
+        if not _is_finite(parameter.data):
+            bad = next(e for e, expert in enumerate(parameter.data) if not _is_finite(expert))
+            row = int((~parameter.data[bad].isfinite()).nonzero()[0, 0])
+            raise CheckpointError(
+                f"{expert_tensor(layer, prefix, name, bad, row)} is missing from the checkpoint, "
+                f"or holds NaN or Inf; expected finite numbers"
+            )
+
+
+def expert_tensor(layer: Any, prefix: str, name: str, local: int, row: int) -> str:
+    """Name in the checkpoint, in quotes, of the tensor that a row of experts comes from.
+
+    Args:
+        layer: vLLM's RoutedExperts.
+        prefix: its name.
+        name: of its parameter.
+        local: the expert, in this rank's count.
+        row: of the expert.
+    """
+    expert = next(
+        e
+        for e in range(layer.global_num_experts)
+        if layer._map_global_expert_id_to_local_expert_id(e) == local
+    )
+    if not isinstance(layer, GptOssRoutedExperts):
+        gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
+        part = gate if row < getattr(layer, name).shape[1] // 2 else up
+        part = part if name.startswith("w13") else layer.ckpt_down_proj_name
+        name = f"{part}.{name.partition('_')[2]}"
+    return f"'{spellings(prefix)[-1]}.{expert}.{name}'"
 
 
 def check_mxfp4_scale(name: str, scale: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.checks import checked_loader
-from oss_fused.layers.vllm.reload import CheckedMethod
+from oss_fused.layers.vllm.loaded import CheckedMethod
 from oss_fused.quant.patterns import spellings
 
 # vLLM's sentinel of a scale that the checkpoint did not have

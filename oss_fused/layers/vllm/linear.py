@@ -47,7 +47,7 @@ from oss_fused.layers.vllm.checks import (
     check_weight,
     checked_loader,
 )
-from oss_fused.layers.vllm.reload import CheckedMethod
+from oss_fused.layers.vllm.loaded import CheckedMethod
 from oss_fused.layers.vllm.warmup import max_tokens, warm_linear
 from oss_fused.quant.scheme import QuantizationScheme
 

@@ -6,7 +6,7 @@ swaps a layer's tensors for ones of the checkpoint's shapes, loads, quantises an
 into the tensors that serve. vLLM alone would serve arbitrary memory where a tensor was not loaded,
 and an error would leave the model without memory. Here
 
-- new memory is marked as missing before it is loaded, as at the first load (``CheckedMethod``);
+- new memory is marked as missing before it is loaded, as at the first load (loaded.py);
 - all tensors are saved to host memory first, and come back if one is refused, on all ranks of the
   model;
 - ``model.load_weights`` on a model that serves is such a load too, in one call.
@@ -19,7 +19,7 @@ host memory as a rank's weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,61 +35,32 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.utils import record_metadata_for_reloading
 
 from oss_fused.errors import CheckpointError, UnsupportedModelError
-from oss_fused.quant.patterns import spellings
+from oss_fused.layers.vllm.loaded import (
+    CheckedMethod,
+    check_names,
+    check_values,
+    checked_layers,
+    is_draft_head,
+    is_vllms,
+    mark_missing,
+    mark_model,
+    method_of,
+    refuse_layer,
+)
 
 logger = init_logger(__name__)
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+# names of parameters; some classes return none
+Loaded = set[str] | None
 
 # of a module's attributes, those that hold its tensors
 _HOLDERS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 _sessions: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
 _installed = False
-
-
-class CheckedMethod:
-    """What a reload needs from a quantisation method; ``prefix`` is the layer's name."""
-
-    prefix: str
-
-    def mark_missing(self, layer: Any) -> None:
-        """Fill the tensors of ``layer``, so that its processing finds what is not loaded."""
-
-    def check_session(self, layer: Any, loaded: set[str]) -> None:
-        """Refuse a load that ends with only the parameters ``loaded`` of an unprocessed layer.
-
-        Raises:
-            CheckpointError: names the tensor that is missing.
-        """
-        if not loaded:
-            raise CheckpointError(
-                f"no weights came for {spellings(self.prefix)[-1]!r}; expected every tensor of the "
-                f"model"
-            )
-
-
-class CompleteModel:
-    """A model class that knows which tensors it needs; see plugin/models.py."""
-
-    loaded_names: set[str]
-
-    def check_complete(self) -> None:
-        """Refuse a load that left a tensor out.
-
-        Raises:
-            CheckpointError: names the first missing tensors.
-        """
-        raise NotImplementedError
-
-
-def method_of(module: nn.Module) -> Any:
-    """The quantisation method that ``module`` itself holds, or None.
-
-    vLLM's LoRA wrappers answer ``quant_method`` with that of the layer in them.
-    """
-    # some methods of vLLM's are modules
-    return vars(module).get("quant_method", module._modules.get("quant_method"))
+# a model gets its first weights
+_loading = False
 
 
 class Session:
@@ -101,25 +72,30 @@ class Session:
         Raises:
             UnsupportedModelError: a layer's kernels keep weights where a reload does not reach.
         """
+        self.model = model
         self.error: Exception | None = None
-        for layer, method in _checked_layers(model):
+        # names of the parameters that came; None: the model's class does not say
+        self.loaded: set[str] | None = set()
+        for layer, method in checked_layers(model):
             _check_reaches(layer, method)
         self.states = {module: _State(module) for module in model.modules()}
         tensors = {id(t): t for m in self.states for t in get_layer_tensors(m).values()}
         self.saved = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
-        for module in self.states:
-            if isinstance(module, CompleteModel):
-                module.loaded_names = set()
 
-    def load(self, load: Callable[[Weights], set[str]], weights: Weights) -> set[str]:
+    def load(self, load: Callable[[Weights], Loaded], weights: Weights) -> Loaded:
         """Load a part; an error waits until the end, where all ranks hear of it."""
         if self.error is not None:
             return set()
         try:
-            return load(weights)
+            loaded = load(weights)
         except Exception as error:
             self.roll_back(error)
             return set()
+        if loaded is None:
+            self.loaded = None
+        elif self.loaded is not None:
+            self.loaded |= loaded
+        return loaded
 
     def finish(self, finalize: Callable[[], None]) -> None:
         """Check that all came, and have vLLM process what is left.
@@ -131,6 +107,8 @@ class Session:
             try:
                 self._check()
                 finalize()
+                if not is_draft_head(self.model):
+                    check_values(self.model)
             except Exception as error:
                 self.roll_back(error)
         if any_rank([self.error is not None])[0] and self.error is None:
@@ -142,13 +120,26 @@ class Session:
             ) from self.error
 
     def _check(self) -> None:
-        for module in self.states:
-            if isinstance(module, CompleteModel):
-                module.check_complete()
+        infos = {module: layerwise.get_layerwise_info(module) for module in self.states}
+        came = [m for m, info in infos.items() if not info.can_load() or info.loaded_weights]
+        # a tied head has the embedding's
+        filled: set[int] = set().union(*map(self._parameters, came))
+        whole = not is_draft_head(self.model)
+        for name, module in self.model.named_modules():
             method = method_of(module)
-            info = layerwise.get_layerwise_info(module)
-            if isinstance(method, CheckedMethod) and info.can_load():
-                method.check_session(module, {name for name, _ in info.loaded_weights})
+            if isinstance(method, CheckedMethod):
+                if infos[module].can_load():
+                    loaded = {loaded for loaded, _ in infos[module].loaded_weights}
+                    method.check_session(module, loaded)
+            elif whole and is_vllms(module) and not self._parameters(module) <= filled:
+                refuse_layer(module, name)
+        if whole:
+            check_names(self.model, self.loaded)
+
+    def _parameters(self, module: nn.Module) -> set[int]:
+        """Identities of the parameters of ``module`` that serve."""
+        held = self.states[module].holders["_parameters"]
+        return {id(parameter) for parameter in held.values() if parameter is not None}
 
     @torch.no_grad()
     def roll_back(self, error: Exception) -> None:
@@ -191,13 +182,6 @@ def _replace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.update(before)
 
 
-def _checked_layers(model: nn.Module) -> Iterator[tuple[Any, CheckedMethod]]:
-    for module in model.modules():
-        method = method_of(module)
-        if isinstance(method, CheckedMethod):
-            yield module, method
-
-
 def _check_reaches(layer: Any, method: CheckedMethod) -> None:
     for name in layerwise.get_layerwise_info(layer).restore_metadata[0]:
         if getattr(layer, name, None) is not None and name not in layer._parameters:
@@ -229,31 +213,23 @@ def _session_of(model: nn.Module) -> Session | None:
 def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
     """Called when vLLM has built ``model``, or a part of a larger one."""
     original(model)
-    if any(True for _ in _checked_layers(model)):
-        _mark_biases(model)
+    if any(True for _ in checked_layers(model)):
+        mark_model(model)
         load: Any = model.load_weights
         model.load_weights = functools.partial(  # type: ignore[assignment]
             _load_weights, model, load, get_current_vllm_config()
         )
 
 
-def _mark_biases(model: nn.Module) -> None:
-    # made after the method's tensors, and loaded in place by a reload
-    for layer, _ in _checked_layers(model):
-        bias = layer._parameters.get("bias")
-        if bias is not None:
-            bias.data.fill_(float("nan"))
-
-
 def _load_weights(
     model: nn.Module,
-    original: Callable[..., set[str]],
+    original: Callable[..., Loaded],
     vllm_config: VllmConfig,
     weights: Weights,
     *args: Any,
     **kwargs: Any,
-) -> set[str]:
-    def load(weights: Weights) -> set[str]:
+) -> Loaded:
+    def load(weights: Weights) -> Loaded:
         return original(weights, *args, **kwargs)
 
     session = _session_of(model)
@@ -262,7 +238,7 @@ def _load_weights(
         return session.load(load, weights) if _sessions.get(model) is session else load(weights)
     # vLLM's loaders end with model.eval()
     if model.training:
-        return load(weights)
+        return _load_first(model, load, weights)
     with set_current_vllm_config(vllm_config):
         _initialize(_originals["initialize"], model)
         loaded = _sessions[model].load(load, weights)
@@ -270,15 +246,31 @@ def _load_weights(
     return loaded
 
 
+def _load_first(model: nn.Module, load: Callable[[Weights], Loaded], weights: Weights) -> Loaded:
+    global _loading
+    if _loading:
+        # a part of a larger model
+        return load(weights)
+    _loading = True
+    try:
+        loaded = load(weights)
+    finally:
+        _loading = False
+    if not is_draft_head(model):
+        check_names(model, loaded)
+        check_values(model)
+    return loaded
+
+
 def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None:
     """Called when a load begins."""
-    if not any(True for _ in _checked_layers(model)):
+    if not any(True for _ in checked_layers(model)):
         return original(model)
     _abandon(model)
     session = Session(model)
     try:
         original(model)
-        _mark_biases(model)
+        mark_model(model)
     except BaseException as error:
         session.roll_back(RuntimeError(error))
         raise
@@ -304,9 +296,7 @@ def _abandon(model: nn.Module) -> None:
 def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
     """Allocate a layer's weights; called when its first weight arrives."""
     original(layer, info)
-    method = method_of(layer)
-    if isinstance(method, CheckedMethod):
-        method.mark_missing(layer)
+    mark_missing(layer)
 
 
 def _reset_target(original: Callable[[Any], None], engine: Any) -> None:

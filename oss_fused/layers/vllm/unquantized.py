@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's methods of layers that stay unquantised, with a check of the loaded dtype.
+"""vLLM's methods of layers that stay unquantised, with a check of what is loaded.
 
 FP8 codes without their scale would be cast to bf16 and served.
 """
@@ -16,9 +16,16 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
-from oss_fused.layers.vllm.checks import FLOATS, check_bias, check_unquantised, checked_loader
-from oss_fused.layers.vllm.reload import CheckedMethod
+from oss_fused.layers.vllm.checks import (
+    FLOATS,
+    check_bias,
+    check_experts,
+    check_unquantised,
+    checked_loader,
+)
+from oss_fused.layers.vllm.loaded import CheckedMethod
 
 
 @register_weight_loader_v2_supported_method
@@ -77,7 +84,7 @@ class OssUnquantizedEmbeddingMethod(UnquantizedEmbeddingMethod):
         super().create_weights(layer, *sizes, **_checked(extra, f"{self.prefix}.weight"))
 
 
-class OssUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
+class OssUnquantizedMoEMethod(CheckedMethod, UnquantizedFusedMoEMethod):
     """Experts in the model's dtype; for gpt-oss see VllmBf16MoEMethod."""
 
     def __init__(self, moe: Any, prefix: str) -> None:
@@ -89,6 +96,31 @@ class OssUnquantizedMoEMethod(UnquantizedFusedMoEMethod):
         """Register vLLM's parameters with a loader that refuses codes."""
         name = f"{self.prefix}.weight"
         super().create_weights(layer, *sizes, **_checked(extra, name))
+        self.mark_missing(layer)
+
+    def mark_missing(self, layer: Any) -> None:
+        """NaN in the weights, zero in what pads them for some kernels."""
+        hidden, inner = (
+            self.moe.hidden_dim_unpadded,
+            self.moe.intermediate_size_per_partition_unpadded,
+        )
+        for parameter in layer._parameters.values():
+            parameter.data.zero_()
+        parts = 2 if self.moe.is_act_and_mul else 1
+        w13 = layer.w13_weight.data.unflatten(1, (parts, -1))
+        w13[:, :, :inner, :hidden].fill_(float("nan"))
+        layer.w2_weight.data[:, :hidden, :inner].fill_(float("nan"))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check the weights; vLLM packs them on a CPU, anew after a reload.
+
+        Raises:
+            CheckpointError: a tensor is missing, or not finite.
+        """
+        check_experts(layer, self.prefix)
+        if current_platform.is_cpu():
+            self.moe_kernel = None
+        super().process_weights_after_loading(layer)
 
 
 def _checked(extra: dict[str, Any], name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from oss_fused.errors import SchemeError
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
-from oss_fused.layers.vllm.reload import method_of
+from oss_fused.layers.vllm.loaded import method_of
 
 logger = init_logger(__name__)
 

@@ -26,7 +26,7 @@ from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
-from oss_fused.layers.vllm.reload import method_of
+from oss_fused.layers.vllm.loaded import method_of
 from oss_fused.plugin.monitor.fallback import Fallback, check_fallback
 from oss_fused.plugin.monitor.policy import bits16_layers
 from oss_fused.plugin.monitor.recapture import remember_capture

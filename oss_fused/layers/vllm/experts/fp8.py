@@ -29,11 +29,15 @@ from vllm.platforms import current_platform
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import CheckpointError
 from oss_fused.kernels.moe.config import fp8_variant
-from oss_fused.layers.vllm.checks import FLOATS, MISSING, check_finite, checked_loader
+from oss_fused.layers.vllm.checks import (
+    FLOATS,
+    MISSING,
+    checked_loader,
+    expert_tensor,
+)
 from oss_fused.layers.vllm.experts.loader import CheckedExperts, ExpertsLoader
 from oss_fused.layers.vllm.experts.reference import route_and_run, run_routed
 from oss_fused.layers.vllm.warmup import max_routed_tokens, warm_routed
-from oss_fused.quant.patterns import spellings
 
 FP8 = torch.float8_e4m3fn
 
@@ -249,8 +253,6 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
 
     def _quantize(self, layer: RoutedExperts, weight: str, scale: str) -> None:
         dense = getattr(layer, weight).data
-        part = "gate_up_proj" if weight.startswith("w13") else "down_proj"
-        check_finite(f"{self.prefix}.{part}", dense)
         codes = torch.empty(dense.shape, dtype=FP8, device=dense.device)
         scales = torch.empty(*dense.shape[:2], 1, dtype=torch.float32, device=dense.device)
         for expert, rows in enumerate(dense):
@@ -266,30 +268,15 @@ class OssFp8MoEMethod(CheckedExperts, FusedMoEMethodBase):
         local, row = (~good).nonzero()[0].tolist()
         value = scale[local, row].item()
         problem = "is missing from the checkpoint" if value == MISSING else f"holds {value}"
-        raise CheckpointError(
-            f"{self._tensor(layer, name, local, row)} {problem}; expected finite scales above 0"
-        )
+        tensor = expert_tensor(layer, self.prefix, name, local, row)
+        raise CheckpointError(f"{tensor} {problem}; expected finite scales above 0")
 
     def _check_codes(self, layer: RoutedExperts, name: str) -> None:
         for local, codes in enumerate(getattr(layer, name).data):
             bad = ((codes.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
             if bool(bad.any()):
-                tensor = self._tensor(layer, name, local, int(bad.nonzero()[0]))
+                tensor = expert_tensor(layer, self.prefix, name, local, int(bad.nonzero()[0]))
                 raise CheckpointError(
                     f"{tensor} is missing from the checkpoint, or holds NaN; expected FP8 codes of "
                     f"finite numbers"
                 )
-
-    def _tensor(self, layer: RoutedExperts, name: str, local: int, row: int) -> str:
-        """Name in the checkpoint of the tensor that a row of parameter ``name`` comes from."""
-        expert = next(
-            e
-            for e in range(layer.global_num_experts)
-            if layer._map_global_expert_id_to_local_expert_id(e) == local
-        )
-        if not isinstance(layer, GptOssRoutedExperts):
-            gate, up = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name
-            part = gate if row < getattr(layer, name).shape[1] // 2 else up
-            part = part if name.startswith("w13") else layer.ckpt_down_proj_name
-            name = f"{part}.{name.partition('_')[2]}"
-        return f"'{spellings(self.prefix)[-1]}.{expert}.{name}'"

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from oss_fused.errors import CheckpointError
-from oss_fused.layers.vllm.checks import FLOATS, check_dtype
-from oss_fused.layers.vllm.reload import CheckedMethod
+from oss_fused.layers.vllm.checks import FLOATS, check_dtype, check_experts
+from oss_fused.layers.vllm.loaded import CheckedMethod
 from oss_fused.quant.patterns import spellings
 from oss_fused.quant.settings import ExpertsLayout
 
@@ -38,13 +38,14 @@ class CheckedExperts(CheckedMethod):
             self.loader.loaded.clear()
 
     def check_loaded(self, layer: Any) -> None:
-        """Refuse a load that left out a tensor.
+        """Refuse a load that left out a tensor, and 16-bit tensors that are not finite.
 
         Raises:
             CheckpointError: names the tensor.
         """
         if self.loader is not None:
             self.loader.check(self.prefix, [k for k in layer._parameters if k.startswith("w")])
+        check_experts(layer, self.prefix)
 
 
 class ExpertsLoader:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""A tensor that is missing or not finite is refused in every layer, at every load."""
+
+from __future__ import annotations
+
+import pytest
+
+from oss_fused.errors import CheckpointError
+from tests.plugin.conftest import Engine, build, edit, tensors_of
+from tests.plugin.test_reload import changed, without
+
+pytestmark = pytest.mark.serve
+
+OPTIONS = {"quantization": "oss_fp8"}
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder and tensors of a family's model; each test edits a copy of the file."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            folder = build(tmp_path_factory.mktemp(family), family)
+            made[family] = folder, tensors_of(folder)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "said"),
+    [
+        ("llama", NORM, None),
+        ("llama", "model.layers.0.input_layernorm.weight", None),
+        ("llama", HEAD, None),
+        ("llama", EMBEDDING, None),
+        ("gpt_oss", "model.layers.1.mlp.router.weight", None),
+        ("gpt_oss", "model.layers.1.self_attn.sinks", None),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj", r"experts.3.w2_weight"),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj_bias", r"experts.3.w13_bias"),
+        ("phi3", NORM, None),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight", None),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_not_finite(family, name, said, value, folders, engine):
+    folder, tensors = folders(family)
+    bad = changed(tensors, name, lambda t: t.view(-1)[-1].fill_(value))
+    edit(folder, bad)
+    with pytest.raises(CheckpointError, match=f"'.*{said or name}' .*holds NaN or Inf"):
+        engine(folder, **OPTIONS)
+    edit(folder, tensors)
+
+
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING, NORM])
+def test_a_tensor_missing_from_a_model_of_vllms(name, folders, engine):
+    folder, tensors = folders("phi3")
+    edit(folder, {}, drop=(name,))
+    with pytest.raises(CheckpointError, match=f"'{name}'"):
+        engine(folder, **OPTIONS)
+    edit(folder, tensors)
+
+
+def test_a_model_of_vllms_starts(folders, engine):
+    folder, _ = folders("phi3")
+    assert len(engine(folder, **OPTIONS).generate()[0]) == 4
+
+
+@pytest.fixture(scope="module", params=["fp8", "keep"])
+def mixtral(request, tmp_path_factory):
+    """An engine of a Mixtral, with what a fresh one says of each of two checkpoints."""
+    root = tmp_path_factory.mktemp("mixtral")
+    options = OPTIONS | {"additional_config": {"oss_fused": {"experts": request.param}}}
+    said, tensors = [], []
+    for name, spread in (("new", 0.04), ("old", 0.06)):
+        folder = build(root / name, "mixtral", initializer_range=spread, num_local_experts=4)
+        served = Engine(folder, **options)
+        tensors.append(tensors_of(folder))
+        said.append(served.generate())
+        if name == "new":
+            served.close()
+    yield served, tensors, said
+    served.close()
+
+
+def reload(served, tensors):
+    served.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+
+
+def test_a_reload_of_a_model_of_vllms(mixtral):
+    served, (new, old), said = mixtral
+    assert said[0] != said[1]
+    reload(served, new)
+    assert served.generate() == said[0]
+    reload(served, old)
+    assert served.generate() == said[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [HEAD, EMBEDDING, NORM, "model.layers.1.block_sparse_moe.experts.2.w3.weight"],
+)
+def test_a_part_of_a_model_of_vllms(name, mixtral):
+    served, (new, _), said = mixtral
+    bad = changed(new, name, lambda t: t.view(-1)[5].fill_(float("nan")))
+    for tensors in (without(new, name), bad):
+        with pytest.raises(CheckpointError, match=f"weights are as before: .*'{name}'"):
+            reload(served, tensors)
+        assert served.generate() == said[1]
