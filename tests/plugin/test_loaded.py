@@ -111,3 +111,28 @@ def test_a_part_of_a_model_of_vllms(name, mixtral):
         with pytest.raises(CheckpointError, match=f"weights are as before: .*'{name}'"):
             reload(served, tensors)
         assert served.generate() == said[1]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_head_with_a_copy_in_the_checkpoint(head_first, tmp_path, engine):
+    """vLLM ties the head where the copy is equal; another one would overwrite the embedding."""
+    folder = build(tmp_path / "old", "llama", tie_word_embeddings=True)
+    old = tensors_of(folder)
+    edit(folder, {HEAD: old[EMBEDDING].clone()})
+    other = build(tmp_path / "new", "llama", tie_word_embeddings=True, initializer_range=0.04)
+    edit(other, {HEAD: tensors_of(other)[EMBEDDING].clone()})
+    expected = engine(other, **OPTIONS).generate()
+    served = engine(folder, **OPTIONS)
+    before = served.generate()
+    assert served.model.lm_head.weight is served.model.model.embed_tokens.weight
+    new = tensors_of(other)
+    head = new.pop(HEAD)
+    apart = changed({HEAD: head}, HEAD, lambda t: t[3].fill_(0.5))
+    with pytest.raises(CheckpointError, match="as before: '.*' differs from .* another layer"):
+        reload(served, apart | new if head_first else new | apart)
+    assert served.generate() == before != expected
+    reload(served, {HEAD: head} | new if head_first else new | {HEAD: head})
+    assert served.generate() == expected
+    # one without a copy
+    reload(served, old)
+    assert served.generate() == before

@@ -79,6 +79,11 @@ class Session:
         for layer, method in checked_layers(model):
             _check_reaches(layer, method)
         self.states = {module: _State(module) for module in model.modules()}
+        # parameters that a layer has filled, and those of another layer with what that brought
+        self._filled: set[int] = set()
+        self._shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # layers that only hold other layers' tensors
+        self._tied: list[nn.Module] = []
         tensors = {id(t): t for m in self.states for t in get_layer_tensors(m).values()}
         self.saved = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
 
@@ -97,6 +102,16 @@ class Session:
             self.loaded |= loaded
         return loaded
 
+    def note_layer(self, layer: nn.Module) -> None:
+        """Called before ``layer`` fills its tensors: a tied head must bring what is in them."""
+        held = self.states[layer].holders["_parameters"]
+        for name, parameter in held.items():
+            if id(parameter) in self._filled:
+                path = next(path for path, each in self.model.named_modules() if each is layer)
+                before = parameter.detach().to("cpu", copy=True)
+                self._shared.append((f"{path}.{name}", parameter, before))
+        self._filled |= self._parameters(layer)
+
     def finish(self, finalize: Callable[[], None]) -> None:
         """Check that all came, and have vLLM process what is left.
 
@@ -107,6 +122,10 @@ class Session:
             try:
                 self._check()
                 finalize()
+                for layer in self._tied:
+                    # a CPU packs a copy
+                    method_of(layer).process_weights_after_loading(layer)
+                self._check_shared()
                 if not is_draft_head(self.model):
                     check_values(self.model)
             except Exception as error:
@@ -121,8 +140,7 @@ class Session:
 
     def _check(self) -> None:
         infos = {module: layerwise.get_layerwise_info(module) for module in self.states}
-        came = [m for m, info in infos.items() if not info.can_load() or info.loaded_weights]
-        # a tied head has the embedding's
+        came = {m for m, info in infos.items() if not info.can_load() or info.loaded_weights}
         filled: set[int] = set().union(*map(self._parameters, came))
         whole = not is_draft_head(self.model)
         for name, module in self.model.named_modules():
@@ -131,10 +149,21 @@ class Session:
                 if infos[module].can_load():
                     loaded = {loaded for loaded, _ in infos[module].loaded_weights}
                     method.check_session(module, loaded)
-            elif whole and is_vllms(module) and not self._parameters(module) <= filled:
-                refuse_layer(module, name)
+            elif whole and is_vllms(module) and module not in came:
+                if not self._parameters(module) <= filled:
+                    refuse_layer(module, name)
+                self._tied.append(module)
         if whole:
             check_names(self.model, self.loaded)
+
+    def _check_shared(self) -> None:
+        for name, parameter, before in self._shared:
+            if not torch.equal(parameter.detach().cpu(), before):
+                raise CheckpointError(
+                    f"{name!r} differs from the tensor of another layer, with which it shares its "
+                    f"memory since the first load, where both were equal; expected equal tensors, "
+                    f"or a new engine"
+                )
 
     def _parameters(self, module: nn.Module) -> set[int]:
         """Identities of the parameters of ``module`` that serve."""
@@ -206,8 +235,8 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
     return found.bool().tolist()
 
 
-def _session_of(model: nn.Module) -> Session | None:
-    return next((s for s in list(_sessions.values()) if model in s.states), None)
+def _session_of(module: nn.Module) -> Session | None:
+    return next((s for s in list(_sessions.values()) if module in s.states), None)
 
 
 def _record(original: Callable[[nn.Module], None], model: nn.Module) -> None:
@@ -279,10 +308,13 @@ def _initialize(original: Callable[[nn.Module], None], model: nn.Module) -> None
 
 def _finalize(original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Called when a load ends."""
-    session = _sessions.pop(model, None)
+    session = _sessions.get(model)
     if session is None:
         return original(model, *args, **kwargs)
-    session.finish(functools.partial(original, model, *args, **kwargs))
+    try:
+        session.finish(functools.partial(original, model, *args, **kwargs))
+    finally:
+        del _sessions[model]
 
 
 def _abandon(model: nn.Module) -> None:
@@ -295,6 +327,9 @@ def _abandon(model: nn.Module) -> None:
 
 def _materialize(original: Callable[..., None], layer: Any, info: Any) -> None:
     """Allocate a layer's weights; called when its first weight arrives."""
+    session = _session_of(layer)
+    if session is not None:
+        session.note_layer(layer)
     original(layer, info)
     mark_missing(layer)
 
