@@ -39,7 +39,6 @@ def folders(tmp_path_factory):
         ("llama", HEAD, None),
         ("llama", EMBEDDING, None),
         ("gpt_oss", "model.layers.1.mlp.router.weight", None),
-        ("gpt_oss", "model.layers.1.self_attn.sinks", None),
         ("gpt_oss", "model.layers.1.mlp.experts.down_proj", r"experts.3.w2_weight"),
         ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj_bias", r"experts.3.w13_bias"),
         ("phi3", NORM, None),
@@ -52,6 +51,18 @@ def test_a_value_that_is_not_finite(family, name, said, value, folders, engine):
     bad = changed(tensors, name, lambda t: t.view(-1)[-1].fill_(value))
     edit(folder, bad)
     with pytest.raises(CheckpointError, match=f"'.*{said or name}' .*holds NaN or Inf"):
+        engine(folder, **OPTIONS)
+    edit(folder, tensors)
+
+
+def test_a_head_may_have_no_sink(folders, engine):
+    """Its sink is -inf; NaN is no sink."""
+    folder, tensors = folders("gpt_oss")
+    name = "model.layers.1.self_attn.sinks"
+    edit(folder, changed(tensors, name, lambda t: t[-1].fill_(float("-inf"))))
+    assert len(engine(folder, **OPTIONS).generate()[0]) == 4
+    edit(folder, changed(tensors, name, lambda t: t[-1].fill_(float("nan"))))
+    with pytest.raises(CheckpointError, match=f"'{name}' .*holds NaN or Inf"):
         engine(folder, **OPTIONS)
     edit(folder, tensors)
 
