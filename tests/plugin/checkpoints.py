@@ -202,3 +202,16 @@ def to_mxfp4(folder: Path) -> Path:
     ]
     set_quantization(folder, {"quant_method": "mxfp4", "modules_to_not_convert": skip})
     return folder
+
+
+def changed(tensors: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
+    """``tensors`` with a copy of that name that ``change`` has written to."""
+    new = tensors[name].clone()
+    change(new)
+    return tensors | {name: new}
+
+
+def without(tensors: dict[str, Any], *names: str) -> dict[str, Any]:
+    """``tensors`` but those ``names``, all of which are there."""
+    assert set(names) <= set(tensors)
+    return {name: tensor for name, tensor in tensors.items() if name not in names}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from oss_fused.errors import CheckpointError
+from tests.plugin.checkpoints import changed, without
 from tests.plugin.conftest import Engine, build, edit, tensors_of
-from tests.plugin.test_reload import changed, without
 
 pytestmark = pytest.mark.serve
 

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from oss_fused.errors import CheckpointError
+from tests.plugin.checkpoints import changed, without
 from tests.plugin.conftest import Engine, build, calibrate, edit, tensors_of, to_mxfp4
 from tests.plugin.cpu_kind import skip_without_fp8_cache
 
@@ -168,17 +169,6 @@ def gpt_oss(tmp_path_factory):
     served = Served(tmp_path_factory.mktemp("gpt_oss"), make_gpt_oss, quantization="oss_fp8")
     yield served
     served.engine.close()
-
-
-def changed(tensors, name, change):
-    new = tensors[name].clone()
-    change(new)
-    return tensors | {name: new}
-
-
-def without(tensors, *names):
-    assert set(names) <= set(tensors)
-    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def refused(served, way, tensors, match):
