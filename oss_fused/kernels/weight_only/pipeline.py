@@ -369,11 +369,10 @@ def product_pipeline(
         out_desc = descriptor(out, chunk, _ROWS)
         free -= groups * buffers * chunk * _ROWS * 2
     stages = min(free // ((_ROWS * groups + 2 * block_m) * block_k), 12)
-    # a slot always belongs to one consumer: a barrier's parity repeats after two laps of the ring,
-    # so who waits at it must have waited there in the lap before
+    # a slot belongs to one consumer, behind a tile too: a barrier's parity repeats after two laps
+    # of the ring, so who waits at it must have waited there in the lap before
     stages -= stages % depth
-    # behind a tile of other parts consumers would change their slots
-    whole = not (steps % depth or cdiv(steps, splits) % depth)
+    whole = steps % depth == cdiv(steps, splits) % depth == 0
     programs = ctas * multiprocessors(x.device) if whole else tiles
     _mixed_pipeline_kernel[(min(tiles, programs),)](
         descriptor(w, _ROWS, block_k),
