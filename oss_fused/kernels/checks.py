@@ -62,6 +62,15 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
 
 
+def has_aligned_rows(rows: torch.Tensor) -> bool:
+    """Whether 16-byte loads and tensor descriptors can address ``rows`` [M, K].
+
+    A row that stands for several has a stride of 0, which no descriptor has.
+    """
+    step = rows.stride(0) * rows.element_size()
+    return rows.stride(1) == 1 and step > 0 and step % 16 == 0 and rows.data_ptr() % 16 == 0
+
+
 def shown(value: Any) -> str:
     """``value`` as text, dtypes as TileLang names them too: "bfloat16" for torch.bfloat16."""
     return str(value).removeprefix("torch.")

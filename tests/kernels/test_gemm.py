@@ -6,6 +6,7 @@ import torch
 
 from oss_fused import fp8_gemm
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.checks import has_aligned_rows
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -172,3 +173,12 @@ def test_opcheck(device, check_op):
     check_op(torch.ops.oss_fused.fp8_gemm.default, (*args, torch.bfloat16))
     x = torch.randn(2, 3, 32, device=device, dtype=torch.bfloat16)
     check_op(torch.ops.oss_fused.fp8_linear.default, (x, args[1], args[3], None, args[4]))
+
+
+def test_rows_that_16_byte_loads_and_descriptors_address():
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert has_aligned_rows(x) and has_aligned_rows(x[:, :24]) and has_aligned_rows(x[1:, 8:])
+    codes = torch.zeros(8, 48, dtype=torch.uint8)
+    assert has_aligned_rows(codes) and not has_aligned_rows(codes[:, 8:])
+    for bad in (x[:1].expand(8, 64), x[:, 4:], x.t(), torch.zeros(8, 6).half()):
+        assert not has_aligned_rows(bad), (bad.shape, bad.stride())

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import (
-    FP8,
-    as_rows,
-    check_dtype,
-)
+from oss_fused.kernels.checks import FP8, as_rows, check_dtype, has_aligned_rows
 from oss_fused.kernels.gemm.cublaslt import fits_cublaslt, gemm_cublaslt, runs_cublaslt
 from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
@@ -58,19 +54,14 @@ def _tile(device: torch.device, m: int, n: int, k: int, cublaslt: bool = False) 
     return dict(tiles.choose_gemm_config(device, m, n, k, runs_gluon(device), cublaslt))
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether 16-byte loads and tensor descriptors can address the rows of ``tensor``."""
-    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0
-
-
 def _fusible(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         0 < rows.shape[0] <= FUSED_ROWS
         and weight.shape[0] <= FUSED_OUTPUTS
         and rows.dtype != torch.float32
-        and weight.stride(1) == 1
-        and _aligned(rows)
-        and _aligned(weight)
+        and rows.stride(0) % 16 == 0
+        and has_aligned_rows(rows)
+        and has_aligned_rows(weight)
     )
 
 
@@ -94,7 +85,7 @@ def fp8_gemm(
     if config["kernel"] == tiles.CUBLASLT and not fits_cublaslt(a, b, a_scale, b_scale, bias, out):
         config = _tile(a.device, m, n, k)
     name = config.pop("kernel")
-    if name != "tile" and not (_aligned(a) and _aligned(b)):
+    if name != "tile" and not (has_aligned_rows(a) and has_aligned_rows(b)):
         name, config = "tile", {}
     if name in PREFETCHING:
         config["prefetch_weights"] = prefetch_weights

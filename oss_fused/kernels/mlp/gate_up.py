@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import FP8
+from oss_fused.kernels.checks import FP8, has_aligned_rows
 from oss_fused.kernels.gemm.triton import fp8_gemm
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
@@ -35,10 +35,6 @@ def gate_up_quant(
     return q, scale
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0 and tensor.stride(1) == 1
-
-
 def _joins(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor
 ) -> bool:
@@ -49,7 +45,7 @@ def _joins(
     (m, k), rows = x.shape, weight.shape[0]
     if m == 0 or rows == 0 or x_scale.numel() != m or weight_scale.numel() != rows:
         return False
-    if not (_aligned(x) and _aligned(weight)):
+    if not (has_aligned_rows(x) and has_aligned_rows(weight)):
         return False
     tile = tiles.choose_gemm_config(x.device, m, rows, k, runs_gluon(x.device))
     return tile["kernel"] == "stream" and m <= 64

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from oss_fused.kernels.checks import has_aligned_rows
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.pipeline import copy_box
@@ -94,11 +95,6 @@ def product(
     return warpgroup_mma_wait(0, deps=[acc])
 
 
-def aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can address the rows of ``tensor``."""
-    return tensor.stride(0) % 16 == 0 and tensor.data_ptr() % 16 == 0 and tensor.stride(1) == 1
-
-
 def block_m(rows: int) -> int:
     """Narrow side of the tile."""
     return 8 if rows <= 8 else 16
@@ -128,6 +124,6 @@ def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> b
         and 0 < rows <= MAX_ROWS
         and weight_scale.numel() == weight.shape[0]
         and stages(rows, k) >= min(_MIN_STAGES, steps(k))
-        and aligned(x)
-        and aligned(weight)
+        and has_aligned_rows(x)
+        and has_aligned_rows(weight)
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import FP8, as_rows, check_dtype
+from oss_fused.kernels.checks import FP8, as_rows, check_dtype, has_aligned_rows
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.quantize.triton import dequantize_fp8
 from oss_fused.kernels.weight_only.gemv import product_gemv
@@ -80,11 +80,6 @@ def _choose(x: torch.Tensor, w: torch.Tensor) -> tuple[str, dict[str, Any]]:
     # the pipeline writes rows of whole 16-byte words
     config = dict(tiles.choose_weight_only(x.device, m, n, k, runs_gluon(x.device) and n % 8 == 0))
     name = config.pop("kernel")
-    if name != "dense" and not (k % 16 == 0 and _aligned(x) and _aligned(w)):
+    if name != "dense" and not (k % 16 == 0 and has_aligned_rows(x) and has_aligned_rows(w)):
         return "dense", {}
     return name, config
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Whether 16-byte loads and tensor descriptors can address the rows of ``tensor``."""
-    return tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
