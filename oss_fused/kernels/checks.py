@@ -65,7 +65,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def has_aligned_rows(rows: torch.Tensor) -> bool:
     """Whether 16-byte loads and tensor descriptors can address ``rows`` [M, K].
 
-    A row that stands for several has a stride of 0, which no descriptor has.
+    An expanded row has a stride of 0, which no descriptor takes.
     """
     step = rows.stride(0) * rows.element_size()
     return rows.stride(1) == 1 and step > 0 and step % 16 == 0 and rows.data_ptr() % 16 == 0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Every Triton and Gluon kernel compiles for Hopper, and a program of it fits a multiprocessor."""
+"""Kernels compile for Hopper, and a program of each fits a multiprocessor.
+
+They are those of every operation on the arguments of its declaration, and of launches that serve.
+"""
 
 from __future__ import annotations
 
