@@ -41,15 +41,10 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     return out
 
 
-def mul_hi(a: Words, b: Words) -> Words:
-    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
-
-
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
-    "mul.hi.u32": mul_hi,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
 }

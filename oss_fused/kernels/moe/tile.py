@@ -22,9 +22,7 @@ from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8
 # e4m3 codes of 2^-5 * (0, 0.5, 1, 1.5) and of 2^-5 * (2, 3, 4, 6), lowest byte first
 UNPACK_TABLE = tl.constexpr((0x14100800, 0x24201C18))
 
-# $2: eight nibbles; $3, $7: the table (each given four times, once per packed byte). The
-# multiplication shifts sel right by 16: no nibble is above 7, so the lower half has no carry. It
-# runs beside the logic instructions, which limit the unpacking; a shift is one of them.
+# $2: eight nibbles; $3, $7: the table (each given four times, once per packed byte)
 UNPACK_ASM = tl.constexpr(
     """
     {
@@ -32,7 +30,7 @@ UNPACK_ASM = tl.constexpr(
     and.b32 sel, $2, 0x77777777;
     prmt.b32 mag, $3, $7, sel;
     lop3.b32 $0, mag, $2, 0x80808080, 0xF8;
-    mul.hi.u32 sel, sel, 0x10001;
+    shr.u32 sel, sel, 16;
     prmt.b32 mag, $3, $7, sel;
     shl.b32 neg, $2, 4;
     lop3.b32 $1, mag, neg, 0x80808080, 0xF8;
