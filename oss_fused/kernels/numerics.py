@@ -90,6 +90,27 @@ def quantize_dynamic(x, inv):
 
 
 @triton.jit
+def two_levels(x, bits):
+    """Codes of both levels of float32 ``x`` and its scale, from the bits of its amax.
+
+    See kernels/levels.py. The scale puts the amax into [128, 256). A row with Inf or NaN has zeros
+    for codes and NaN for its scale.
+    """
+    exponent = tl.maximum(bits >> 23, 8)
+    finite = exponent < 255
+    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(finite, scale, float("nan"))
+    x = tl.where(finite, x * ((261 - exponent) << 23).to(tl.float32, bitcast=True), 0.0)
+    # The value of the first code, without reading that code: where codes are stored as well, ptxas
+    # of CUDA 12.8 widened every second pair from a register that never held them. Adding
+    # 1.5 * 2^20 times the value's power of two leaves three mantissa bits.
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = tl.maximum(power, 0.015625) * 1572864.0
+    nearest = (x + magic) - magic
+    return to_fp8(x), to_fp8((x - nearest) * 16.0), scale
+
+
+@triton.jit
 def quantize_static(x, inv):
     """Codes of float32 ``x`` for a given scale: saturates finite values, keeps Inf and NaN out."""
     finite = magnitude_bits(x) < 0x7F800000

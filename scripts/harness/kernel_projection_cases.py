@@ -15,6 +15,7 @@ import torch
 from harness import vllm_kernels
 from harness.kernel_cases import EPS, MODELS, Case, Prepared, bf16, ops, relative_error
 from oss_fused.bench.timing import copies_for
+from oss_fused.kernels.levels import EXACT_ROWS
 from oss_fused.kernels.op import get_kernel
 
 HIDDEN = {"gpt-oss-20b": 2880, "llama-3-8b": 4096}
@@ -31,7 +32,8 @@ def _weights(n: int, k: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tenso
 def _fused_qkv(rows: int, model: str) -> Prepared:
     """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write.
 
-    Served in two launches; "three_launches" does the same.
+    Served in two launches, few rows in two levels; "three_launches" does the same, "one_level" with
+    one level of all rows.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     dense, codes = _weights(heads.width, hidden)
@@ -46,14 +48,18 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         none = (None, None, None, None, EPS)
         return (positions, table, heads.q, True, *caches, slots, *none)
 
-    def native(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False, True)
+    def native(
+        weight: tuple[torch.Tensor, torch.Tensor], exact_rows: int = EXACT_ROWS
+    ) -> torch.Tensor:
+        norm = (gain, EPS, None, False, True, exact_rows)
+        q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
-        return ops.qkv_rope_kv(*args, prefetch_weights=True)
+        return ops.qkv_rope_kv(*args, prefetch_weights=True, levels=levels)
 
     def three(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        q, scale, _, _ = ops.add_rms_norm_quant(x, residual, gain, EPS, None, False, True)
-        qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True)
+        norm = (gain, EPS, None, False, True, EXACT_ROWS)
+        q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
+        qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True, levels)
         return ops.rope_kv(qkv, *rope(cache))
 
     def vllm(weight: torch.Tensor, hidden_states: torch.Tensor, rest: torch.Tensor) -> None:
@@ -64,10 +70,10 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         norm, project = (get_kernel("torch", n) for n in ("add_rms_norm_quant", "qkv_rope_kv"))
-        q, scale, _, _ = norm(x, residual, gain, EPS, None, False)
+        q, scale, _, _, levels = norm(x, residual, gain, EPS, None, False, False, EXACT_ROWS)
         weight, weight_scale = codes[0]
-        options = rope(heads.cache(rows))
-        want = project(q, weight, scale, weight_scale, bias, torch.bfloat16, *options)
+        args = (q, weight, scale, weight_scale, bias, torch.bfloat16, *rope(heads.cache(rows)))
+        want = project(*args, levels=levels)
         return relative_error(native(codes[0]), want)
 
     return Prepared(
@@ -75,6 +81,7 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         {
             "vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in dense],
             "three_launches": [functools.partial(three, weight) for weight in codes],
+            "one_level": [functools.partial(native, weight, 0) for weight in codes],
         },
         error,
         _TOLERANCE,
@@ -82,14 +89,19 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 
 
 def _fused_o_proj(rows: int, model: str) -> Prepared:
-    """Output projection + bias, and the norm behind it, which adds the residual."""
+    """Output projection + bias, and the norm behind it, which adds the residual.
+
+    "one_level": with one level of few rows, too.
+    """
     heads, hidden = MODELS[model], HIDDEN[model]
     k = heads.q * heads.dim
     dense, codes = _weights(hidden, k)
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
 
-    def native(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        out = ops.fp8_linear(x, *weight, None, bias, True)
+    def native(
+        weight: tuple[torch.Tensor, torch.Tensor], exact_rows: int = EXACT_ROWS
+    ) -> torch.Tensor:
+        out = ops.fp8_linear(x, *weight, None, bias, True, exact_rows)
         return ops.add_rms_norm_quant(out, residual, gain, EPS, None, False, True)[2]
 
     def vllm(weight: torch.Tensor, rest: torch.Tensor) -> None:
@@ -98,13 +110,14 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         linear = get_kernel("torch", "fp8_linear")
-        want = linear(x, *codes[0], None, bias) + residual
+        want = linear(x, *codes[0], None, bias, False, EXACT_ROWS) + residual
         return relative_error(native(codes[0]), want)
 
     return Prepared(
         [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, weight, residual.clone()) for weight in dense],
+            "one_level": [functools.partial(native, weight, 0) for weight in codes],
         },
         error,
         _TOLERANCE,

@@ -110,6 +110,11 @@ def window(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16) -> No
     )  # fmt: skip
 
 
+def greedy(rows: int, columns: int) -> None:
+    arrivals = empty(rows, dtype=I32)
+    get_kernel("triton", "greedy_tokens")(empty(rows, columns), arrivals)
+
+
 def convolution(stride: int, channels: int = 64) -> None:
     """Images, last channels, and filters of 3 x 3."""
     shape = {"memory_format": torch.channels_last}
@@ -143,6 +148,7 @@ SHORT: dict[str, functools.partial[None]] = {
     **{f"qkv 5120 {rows}": call(product, rows, 5120, 2880) for rows in (1, 64, 512)},
     "lm_head 16": call(product, 16, 201088, 2880),
     "lm_head 256, float32": call(product, 256, 201088, 2880, F32),
+    "greedy tokens": call(greedy, 8, 201088),
     "joined qkv 1": call(qkv, 1, 2880, 64, 8, 64),
     "gate_up 4": call(gate_up, 4),
     "weight-only 64": call(weight_only, 64),

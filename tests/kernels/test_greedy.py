@@ -10,8 +10,8 @@ from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.greedy.reference import uniform
 from oss_fused.kernels.op import get_kernel
 
-# 4096 columns fill one program
-SHAPES = [(1, 1), (3, 40), (2, 4096), (2, 4097), (5, 9000)]
+# 4096 columns of 16 bits fill one program, or 2048 of float32
+SHAPES = [(1, 1), (3, 40), (2, 2048), (2, 4096), (2, 4097), (5, 9000)]
 
 
 def run(backend, logits):
@@ -42,6 +42,25 @@ def test_the_first_of_equals_and_nan_above_all(backend, device):
     logits[4, :] = float("-inf")
     logits[5, 20], logits[5, 4500] = 1.0, float("inf")
     assert run(backend, logits.to(device)) == [0, 77, 50, 5000, 0, 4500]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equals_and_nan_across_programs_and_loads(backend, dtype, device):
+    """The largest value, NaN and zeros of both signs at the borders: the first place counts."""
+    places = [0, 7, 8, 127, 128, 255, 256, 2047, 2048, 4095, 4096, 8191, 8192, 8999]
+    equal, unordered, zeros = torch.full((3, len(places), 9000), -3.0)
+    for row, place in enumerate(places):
+        behind = places[row + 1 :]
+        equal[row, [place, *behind]] = 2.0
+        unordered[row, :place:5] = float("inf")
+        # whatever its sign
+        unordered[row, [place, *behind]] = -float("nan") if row % 2 else float("nan")
+        zeros[row, place], zeros[row, behind] = (0.0, -0.0) if row % 2 else (-0.0, 0.0)
+    for logits in (equal, unordered, zeros):
+        assert run(backend, logits.to(device, dtype)) == places
+    # nothing but NaN
+    assert run(backend, torch.full((1, 9000), float("nan")).to(device, dtype)) == [0]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

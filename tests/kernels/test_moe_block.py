@@ -28,16 +28,18 @@ class Block:
     def random(self, *shape):
         return torch.randn(*shape).to(self.device, self.dtype)
 
-    def run(self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1):
+    def run(
+        self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1, exact_rows=0
+    ):
         return get_kernel(backend, "norm_moe_norm")(
             x, residual, self.gain, EPS, self.gate, self.gate_bias,
             *self.layer.packed13, self.layer.b13, *self.layer.packed2, self.layer.b2,
-            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals,
+            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals, False, exact_rows,
         )  # fmt: skip
 
 
 def values(result):
-    codes, scale, residual = result
+    codes, scale, residual, _ = result
     return codes.float() * scale, residual.float()
 
 
@@ -91,7 +93,7 @@ def test_a_poisoned_row_is_lost_and_no_other(device, tokens, poison):
     x, residual = block.random(tokens, 128), block.random(tokens, 128)
     clean = block.run("triton", x, residual)
     x[0, 5] = poison
-    codes, scale, _ = block.run("triton", x, residual)
+    codes, scale, *_ = block.run("triton", x, residual)
     assert (codes.float() * scale)[0].isnan().all()
     assert torch.equal(codes.float()[1:], clean[0].float()[1:])
     assert torch.equal(scale[1:], clean[1][1:])
@@ -105,7 +107,7 @@ def test_rows_with_strides_and_no_rows(device):
     expected = block.run("triton", x[::2].contiguous(), residual[::2].contiguous())
     for a, b in zip(block.run("triton", x[::2], residual[::2]), expected):
         assert torch.equal(a.float(), b.float())
-    codes, scale, added = block.run("triton", x[:0], residual[:0])
+    codes, scale, added, _ = block.run("triton", x[:0], residual[:0])
     assert codes.shape == added.shape == (0, 128) and scale.shape == (0, 1)
 
 

@@ -21,7 +21,7 @@ def layer(n, k):
 
 
 def decode_step(x, residual, gain, weight, scale):
-    q, token, hidden, _ = ops.add_rms_norm_quant(x, residual, gain, 1e-5, None, False)
+    q, token, hidden, *_ = ops.add_rms_norm_quant(x, residual, gain, 1e-5, None, False)
     gate_up = ops.fp8_gemm(q, weight, token, scale, None, x.dtype)
     q, token = ops.act_mul_quant(gate_up, "silu", None)
     out = ops.fp8_gemm(

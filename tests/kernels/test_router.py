@@ -251,7 +251,7 @@ def test_norm_and_router_in_one_launch(device, backend, tokens):
     run = get_kernel(backend, "add_rms_norm_router")
     for earlier, shift in ((residual, bias), (None, None)):
         normed, added, logits = run(x, earlier, gain, 1e-5, gate, shift)
-        _, _, expected_added, expected = get_kernel("torch", "add_rms_norm_quant")(
+        _, _, expected_added, expected, _ = get_kernel("torch", "add_rms_norm_quant")(
             x, earlier, gain, 1e-5, None
         )
         assert torch.equal(added, expected_added)

@@ -6,8 +6,12 @@ fp8_gemm: a [M, K] and b [N, K] float8_e4m3fn, K contiguous; a_scale [M, 1] or [
 rounded once to out_dtype. On a CPU ``b`` may be bf16, packed bf16 (packed.py) or float32 holding
 the values of e4m3 codes; with the first two, ``acc`` is rounded to bf16 before it is scaled.
 
+levels [L, K] float8_e4m3fn, or None: for at most L / 2 rows, ``acc`` is of
+``levels[0 : 2 M : 2] + levels[1 : 2 M : 2] / 16``, and ``a`` is not read.
+
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
-and multiplied as above; the result has x's dtype.
+and multiplied as above; the result has x's dtype. Up to ``exact_rows`` rows are quantised in two
+levels. kernels/levels.py says what ``levels`` and ``exact_rows`` are for.
 
 prefetch_weights: the caller vouches that whatever still runs or waits on the stream leaves the
 weights alone, with their scales, bias and norm gain. Decode kernels then ask for them before the
@@ -23,6 +27,7 @@ from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
 from oss_fused.kernels.contract import OneOf, Operand, Scale
 from oss_fused.kernels.gemm import reference
 from oss_fused.kernels.gemm.packed import PACKED
+from oss_fused.kernels.levels import EXACT, check_exact_rows
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.quantize import check_scale_of_rows
 
@@ -48,14 +53,18 @@ declare(
         "b_scale": Scale("N"),
         "bias": Operand("N", *FLOAT_DTYPES),
         "out_dtype": OneOf(*FLOAT_DTYPES),
+        "levels": Operand("L K", FP8),
     },
     {"triton": "triton", "cuda": "cuda", "tilelang": "tilelang", "nvcc": "nvcc", "cpu": "cpu"},
     fake=_gemm_fake,
-    example={"M": 20, "N": 48, "K": 64},
+    example={"M": 20, "N": 48, "K": 64, "levels": None},
 )
 
 
-def _check_input_scale(x: torch.Tensor, input_scale: torch.Tensor | None) -> None:
+def _check_input_scale(
+    x: torch.Tensor, input_scale: torch.Tensor | None, exact_rows: int = 0
+) -> None:
+    check_exact_rows(exact_rows, "input_scale", input_scale)
     if input_scale is not None:
         check_scale_of_rows("input_scale", input_scale, x)
 
@@ -67,6 +76,7 @@ declare(
         "x": Operand("... K", *FLOAT_DTYPES),
         "weight_scale": Scale("N"),
         "bias": Operand("N", *FLOAT_DTYPES),
+        "exact_rows": EXACT,
     },
     {"triton": "triton", "cuda": "cuda_linear", "cpu": "cpu"},
     check=_check_input_scale,

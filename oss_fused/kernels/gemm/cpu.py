@@ -18,10 +18,11 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
-    if b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
-        return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype)
+    if levels is not None or b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
+        return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype, False, levels)
     from oss_fused.kernels import cpu_rows
 
     return cpu_rows.scale_rows(bf16_product(cpu_rows.decode(a), b), a_scale, b_scale, bias)
@@ -34,10 +35,12 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
+    exact_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
-    if weight.dtype not in CPU_WEIGHTS or x.dtype != BF16 or input_scale is not None:
-        return reference.fp8_linear(x, weight, weight_scale, input_scale, bias)
+    is_bf16 = weight.dtype in CPU_WEIGHTS and x.dtype == BF16
+    if exact_rows or input_scale is not None or not is_bf16:
+        return reference.fp8_linear(x, weight, weight_scale, input_scale, bias, False, exact_rows)
     from oss_fused.kernels import cpu_rows
 
     n = weight.shape[0]

@@ -12,6 +12,7 @@ from oss_fused.kernels.checks import (
     as_rows,
     check_dtype,
 )
+from oss_fused.kernels.levels import levels_of, sum_of_levels
 
 _ALIGNMENT = 16
 
@@ -24,6 +25,7 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``.
 
@@ -31,6 +33,9 @@ def fp8_gemm(
         ShapeMismatchError: also where N or K is no multiple of 16, which cuBLASLt asks for.
         UnsupportedDtypeError: also for a float32 result with a bias.
     """
+    both = levels_of(a, levels)
+    if both is not None:
+        return sum_of_levels(fp8_gemm, both, b, a_scale, b_scale, bias, out_dtype)
     n, k = b.shape
     if n % _ALIGNMENT or k % _ALIGNMENT:
         raise ShapeMismatchError(

@@ -10,7 +10,9 @@ import torch
 
 from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.gemm.cuda import fp8_gemm
+from oss_fused.kernels.levels import is_exact
 from oss_fused.kernels.quantize.cuda import quantize_fp8
+from oss_fused.kernels.quantize.reference import quantize_levels
 
 
 def fp8_linear(
@@ -20,8 +22,14 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
+    exact_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``."""
-    n = weight.shape[0]
-    q, scale = quantize_fp8(as_rows(x), input_scale, "token" if input_scale is None else "tensor")
-    return fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype).view(*x.shape[:-1], n)
+    rows, levels = as_rows(x), None
+    if is_exact(rows.shape[0], exact_rows):
+        levels, scale = quantize_levels(rows)
+        q = levels[::2]
+    else:
+        q, scale = quantize_fp8(rows, input_scale, "token" if input_scale is None else "tensor")
+    out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, False, levels)
+    return out.view(*x.shape[:-1], weight.shape[0])

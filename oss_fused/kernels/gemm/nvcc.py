@@ -9,6 +9,7 @@ from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows, check_dtype
 from oss_fused.kernels.compiled import ALIGNMENT, TYPES, launcher
 from oss_fused.kernels.launch import pdl_options
+from oss_fused.kernels.levels import levels_of, sum_of_levels
 
 # rows of a grid's second axis
 _MAX_ROWS = 65535
@@ -23,12 +24,16 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``.
 
     Raises:
         ShapeMismatchError: also where K is no multiple of 16 or M is above 65535.
     """
+    both = levels_of(a, levels)
+    if both is not None:
+        return sum_of_levels(fp8_gemm, both, b, a_scale, b_scale, bias, out_dtype)
     check_dtype("b", b, (FP8,))
     m, (n, k) = a.shape[0], b.shape
     if k % ALIGNMENT:

@@ -7,7 +7,8 @@ import torch
 
 from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.packed import BF16, PACKED, product
-from oss_fused.kernels.quantize.reference import quantize_rows
+from oss_fused.kernels.levels import is_exact, levels_of
+from oss_fused.kernels.quantize.reference import quantize_levels, quantize_rows
 
 # dtypes of weights that hold e4m3 codes as bf16 numbers
 CPU_WEIGHTS = (BF16, PACKED)
@@ -23,9 +24,12 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
-    return _scaled_product(a.float(), b, a_scale.view(-1, 1), b_scale, bias).to(out_dtype)
+    both = levels_of(a, levels)
+    values = a.float() if both is None else both[::2].float() + both[1::2].float() / 16.0
+    return _scaled_product(values, b, a_scale.view(-1, 1), b_scale, bias).to(out_dtype)
 
 
 def fp8_linear(
@@ -35,12 +39,17 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
+    exact_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
-    n = weight.shape[0]
-    codes, scale = quantize_rows(flat_rows(x), input_scale)
-    out = _scaled_product(codes.float(), weight, scale.view(-1, 1), weight_scale, bias)
-    return out.to(x.dtype).view(*x.shape[:-1], n)
+    rows, levels = flat_rows(x), None
+    if is_exact(rows.shape[0], exact_rows):
+        levels, scale = quantize_levels(rows)
+        codes = levels[::2]
+    else:
+        codes, scale = quantize_rows(rows, input_scale)
+    out = fp8_gemm(codes, weight, scale, weight_scale, bias, x.dtype, False, levels)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _scaled_product(

@@ -91,6 +91,7 @@ def _multiply(
     k,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
+    LEVELS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     tokens, weights, full, empty = buffers
@@ -111,7 +112,7 @@ def _multiply(
         shift = gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[:, None]
     wait_for_inputs()
     start_next()
-    token = scale_row(a_scale, offs_m, offs_m < m, A_ROWS)
+    token = scale_row(a_scale, offs_m // LEVELS, offs_m < m, A_ROWS)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=product)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -124,11 +125,20 @@ def _multiply(
         slot, phase = next_slot(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
+    if LEVELS == 2:
+        # both levels of a row are neighbouring columns, in one thread
+        is_first = (offs_m % 2 == 0)[None, :]
+        token *= gl.where(is_first, 1.0, 0.0625)
+        if bias is not None:
+            shift = gl.where(is_first, shift, 0.0)
     acc *= token
     acc *= channel
     if bias is not None:
         acc += shift
-    _store(acc, out, first_m, first_n, m, n)
+    if LEVELS == 2:
+        first, second = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
+        acc = first + second
+    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n)
 
 
 @gluon.jit(do_not_specialize=["m"])
@@ -144,6 +154,7 @@ def _gemm_stream_kernel(
     k,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
+    LEVELS: gl.constexpr,
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
@@ -162,7 +173,10 @@ def _gemm_stream_kernel(
     scales = (a_scale, b_scale, bias, out)
     gl.warp_specialize(
         [
-            (_multiply, (buffers, scales, first_m, first_n, m, n, k, A_ROWS, B_ROWS, PREFETCH)),
+            (
+                _multiply,
+                (buffers, scales, first_m, first_n, m, n, k, A_ROWS, B_ROWS, LEVELS, PREFETCH),
+            ),
             (_load, (a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH)),
         ],
         [1],
@@ -204,8 +218,12 @@ def gemm_stream(
     block_k: int = 256,
     ctas: int = 2,
     prefetch_weights: bool = False,
+    levels: int = 1,
 ) -> None:
-    """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16."""
+    """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16.
+
+    With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``.
+    """
     m, k = a.shape
     n = b.shape[0]
     wide = out.element_size() > 2
@@ -224,6 +242,7 @@ def gemm_stream(
         k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
+        LEVELS=levels,
         STAGES=stream_stages(k, block_m, block_n, block_k, ctas, wide),
         PREFETCH=prefetch_weights,
         num_warps=4,

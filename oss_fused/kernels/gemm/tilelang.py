@@ -14,6 +14,7 @@ import torch
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, check_dtype, shown
+from oss_fused.kernels.levels import levels_of, sum_of_levels
 
 # rows of K that one TMA copy moves: 16 bytes is the least it can address
 _ALIGNMENT = 16
@@ -67,12 +68,16 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``.
 
     Raises:
         ShapeMismatchError: also where K is no multiple of 16.
     """
+    both = levels_of(a, levels)
+    if both is not None:
+        return sum_of_levels(fp8_gemm, both, b, a_scale, b_scale, bias, out_dtype)
     check_dtype("b", b, (FP8,))
     m, (n, k) = a.shape[0], b.shape
     if k % _ALIGNMENT or k == 0:

@@ -15,7 +15,9 @@ from oss_fused.kernels.gemm.cublaslt import fits_cublaslt, gemm_cublaslt, runs_c
 from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
-from oss_fused.kernels.quantize.triton import quantize_fp8
+from oss_fused.kernels.levels import is_exact, levels_of, sum_of_levels
+from oss_fused.kernels.quantize.triton import quantize_fp8, quantize_levels
+from oss_fused.kernels.weight_only.triton import weight_only_linear
 
 KERNELS: dict[str, Callable[..., None]] = {
     "gemv": gemm_gemv,
@@ -32,6 +34,8 @@ PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 # decoder layers; launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
+# outputs above which one exact row is faster as 16-bit values, one launch, than as two levels, two
+EXACT_GEMV_OUTPUTS = 65536
 
 
 @functools.cache
@@ -73,6 +77,7 @@ def fp8_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
     check_dtype("b", b, (FP8,))
@@ -80,6 +85,9 @@ def fp8_gemm(
     if out.numel() == 0:
         return out
     a, b = as_rows(a), as_rows(b)
+    both = levels_of(a, levels)
+    if both is not None:
+        return _exact_gemm(as_rows(both), b, a_scale, b_scale, bias, out, prefetch_weights)
     (m, k), n = a.shape, b.shape[0]
     config = _tile(a.device, m, n, k, runs_cublaslt(a.device))
     if config["kernel"] == tiles.CUBLASLT and not fits_cublaslt(a, b, a_scale, b_scale, bias, out):
@@ -93,6 +101,27 @@ def fp8_gemm(
     return out
 
 
+def _exact_gemm(
+    levels: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    prefetch_weights: bool,
+) -> torch.Tensor:
+    """The product of ``levels`` [2 M, K] in one launch where a kernel takes them, else in two."""
+    k, n = levels.shape[1], b.shape[0]
+    aligned = has_aligned_rows(levels) and has_aligned_rows(b)
+    if runs_gluon(b.device) and aligned and k % 16 == 0 and k > 0:
+        config = dict(tiles.exact_gemm_tile(n))
+        config |= {"prefetch_weights": prefetch_weights, "levels": 2}
+        kernels(b.device)["stream"](levels, b, a_scale, b_scale, bias, out, **config)
+        return out
+    operands = (levels, b, a_scale, b_scale, bias, out.dtype)
+    return sum_of_levels(fp8_gemm, *operands, prefetch_weights)
+
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -100,19 +129,28 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
+    exact_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
     check_dtype("weight", weight, (FP8,))
     n, k = weight.shape
-    rows = as_rows(x)
-    if input_scale is None and _fusible(rows, weight):
+    rows, levels = as_rows(x), None
+    exact = k > 0 and is_exact(rows.shape[0], exact_rows)
+    if exact and rows.shape[0] == 1 and n > EXACT_GEMV_OUTPUTS and x.dtype != torch.float32:
+        # as exact without levels, in one launch
+        return weight_only_linear(x, weight, weight_scale, bias, prefetch_weights)
+    if input_scale is None and not exact and _fusible(rows, weight):
         config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
             config["prefetch_weights"] = prefetch_weights
             gemv_linear(rows, weight, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
-    strategy = "token" if input_scale is None else "tensor"
-    q, scale = quantize_fp8(rows, input_scale, strategy)
-    out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights)
+    if exact:
+        levels, scale = quantize_levels(rows)
+        q = levels[::2]
+    else:
+        strategy = "token" if input_scale is None else "tensor"
+        q, scale = quantize_fp8(rows, input_scale, strategy)
+    out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights, levels)
     return out.view(*x.shape[:-1], n)

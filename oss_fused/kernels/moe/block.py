@@ -38,13 +38,16 @@ def norm_moe_norm(
     next_scale: torch.Tensor | None,
     arrivals: torch.Tensor,
     prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and scale of the next layer's input, and its residual; see kernels/moe."""
+    exact_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale, residual and levels of the next layer's input; see kernels/moe."""
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     x, residual = x.contiguous(), residual.contiguous()
     if tokens == 0:
-        return add_rms_norm_quant(x, residual, next_weight, next_eps, next_scale)[:3]
+        nothing = (residual, next_weight, next_eps, next_scale, False, False, exact_rows)
+        q, scale, added, _, both = add_rms_norm_quant(x, *nothing)
+        return q, scale, added, both
     experts, rows13, _ = w13.shape
     fp8 = uses_fp8_activations(tokens, "swigluoai", fp8_min_tokens)
     levels = 1 if fp8 else 2
@@ -65,5 +68,5 @@ def norm_moe_norm(
     second = (w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config, prefetch_weights)
     y = down(routing, act, act_scale, *second)
     summands = Summands(y, routing.topk_weights, routing.place)
-    following = (next_weight, next_eps, next_scale, arrivals, prefetch_weights)
+    following = (next_weight, next_eps, next_scale, arrivals, prefetch_weights, exact_rows)
     return combine_norm(summands, top_k, renormalize, residual, *following)

@@ -16,6 +16,7 @@ import triton.language as tl
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.levels import is_exact
 from oss_fused.kernels.moe.choice import ranked
 from oss_fused.kernels.norm.triton import normalized, store_codes
 from oss_fused.kernels.numerics import round_to
@@ -100,6 +101,7 @@ def _combine_norm_kernel(
     gain,
     static_scale,
     q,
+    levels,
     scale,
     residual_out,
     arrivals,
@@ -116,6 +118,8 @@ def _combine_norm_kernel(
     mask = columns < SHAPE.columns
     own = tl.program_id(1) * PART + tl.arange(0, PART)
     own_mask = own < SHAPE.columns
+    place = token * SHAPE.columns + columns
+    both = None if levels is None else levels + token * 2 * SHAPE.columns + columns
     start_next()
     wait_unless(PREFETCH)
     # routing and residual were complete before the kernel ahead of w2's was
@@ -129,17 +133,16 @@ def _combine_norm_kernel(
     tl.store(residual_out + token * SHAPE.columns + own, added, mask=own_mask)
     if PART == BLOCK:
         y = normalized(added.to(tl.float32), factors, SHAPE.columns, eps, dtype)
-        store_codes(y, static_scale, q + token * SHAPE.columns + columns, scale, token, mask)
+        store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask)
     else:
         # every thread's stores come before the arrival that announces them
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + token, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(1) - 1:
             tl.store(arrivals + token, 0)
-            row = residual_out + token * SHAPE.columns + columns
-            whole = tl.load(row, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-            y = normalized(whole, factors, SHAPE.columns, eps, dtype)
-            store_codes(y, static_scale, q + token * SHAPE.columns + columns, scale, token, mask)
+            whole = tl.load(residual_out + place, mask=mask, other=0.0, cache_modifier=".cg")
+            y = normalized(whole.to(tl.float32), factors, SHAPE.columns, eps, dtype)
+            store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask)
 
 
 def combine_norm(
@@ -152,8 +155,9 @@ def combine_norm(
     scale: torch.Tensor | None,
     arrivals: torch.Tensor,
     prefetch: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [T, H] and scale of ``norm(residual + sum)``, and the sum with the residual.
+    exact_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [T, H] and scale of ``norm(residual + sum)``, the sum with the residual, levels.
 
     ``arrivals`` [T] int32 are zeros before and after.
     """
@@ -166,6 +170,7 @@ def combine_norm(
     out_scale = torch.empty(
         (tokens, 1) if scale is None else scale.shape, dtype=torch.float32, device=device
     )
+    levels = torch.empty(2 * exact_rows, hidden, dtype=FP8, device=device)
     block = next_power_of_2(hidden)
     part = min(_PART, block) if shares > 1 else block
     _combine_norm_kernel[(tokens, cdiv(hidden, part) if part < block else 1)](
@@ -174,6 +179,7 @@ def combine_norm(
         weight,
         scale,
         q,
+        levels if is_exact(tokens, exact_rows) else None,
         out_scale,
         residual_out,
         arrivals,
@@ -186,4 +192,4 @@ def combine_norm(
         num_warps=4 if shares > 1 else 8,
         **pdl_options(device),
     )
-    return q, out_scale, residual_out
+    return q, out_scale, residual_out, levels

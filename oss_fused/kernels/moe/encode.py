@@ -13,11 +13,10 @@ from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.tile import in_activation_order
 from oss_fused.kernels.numerics import (
-    from_fp8,
     magnitude_bits,
     quantize_dynamic,
     scale_of_amax,
-    to_fp8,
+    two_levels,
 )
 
 
@@ -37,14 +36,7 @@ def row_codes(value, LEVELS: tl.constexpr):
     """(codes, codes of the second level, scale) of a float32 row; see moe/gemm.py for LEVELS."""
     amax = tl.max(magnitude_bits(value), 0)
     if LEVELS == 2:
-        # a power of two that puts amax into [128, 256); a row with Inf or NaN becomes NaN
-        exponent = tl.maximum(amax >> 23, 8)
-        unit = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-        unit = tl.where(exponent == 255, float("nan"), unit)
-        value = value * ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-        value = tl.where(exponent == 255, 0.0, value)
-        first = to_fp8(value)
-        second = to_fp8((value - from_fp8(first)) * 16.0)
+        first, second, unit = two_levels(value, amax)
     else:
         unit = scale_of_amax(amax)
         first = quantize_dynamic(value, tl.div_rn(1.0, unit))

@@ -16,11 +16,16 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale, new residual and normed row; see kernels/norm for the contract."""
-    if scale is not None or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return reference.add_rms_norm_quant(x, residual, weight, eps, scale, write_normed)
+    exact_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
+    is_bf16 = x.dtype == weight.dtype == torch.bfloat16
+    if scale is not None or exact_rows or not is_bf16:
+        return reference.add_rms_norm_quant(
+            x, residual, weight, eps, scale, write_normed, False, exact_rows
+        )
     from oss_fused.kernels.cpu_rows import norm_rows
 
     codes, of_row, hidden, normed = norm_rows(x, residual, weight, eps)
-    return codes, of_row, hidden, normed if write_normed else normed[:0].view(0)
+    levels = codes.new_empty(0, x.shape[-1])
+    return codes, of_row, hidden, normed if write_normed else normed[:0].view(0), levels

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import FP8, as_rows, check_dtype
+from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.norm import reference
 from oss_fused.kernels.quantize.cuda import quantize_fp8
 from oss_fused.kernels.vllm_ops import vllm_ops
 
@@ -28,10 +30,17 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    exact_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One launch where the normed rows are not asked for, else norm and quantiser in turn."""
     check_dtype("weight", weight, (x.dtype,))
     rows = as_rows(x).contiguous()
+    if is_exact(rows.shape[0], exact_rows):
+        # vLLM has no kernel for two levels
+        return reference.add_rms_norm_quant(
+            x, residual, weight, eps, scale, write_normed, False, exact_rows
+        )
+    levels = torch.empty(2 * exact_rows, x.shape[-1], dtype=FP8, device=x.device)
     # the fused kernels add in place
     hidden = rows.clone() if residual is None else as_rows(residual).clone()
     hidden = hidden.contiguous()
@@ -44,7 +53,7 @@ def add_rms_norm_quant(
                 _ops.fused_add_rms_norm(normed, hidden, weight, eps)
         q, out_scale = quantize_fp8(normed.view(x.shape), scale, "token")
         normed = normed.view(x.shape) if write_normed else normed.new_empty(0)
-        return q, out_scale, hidden.view(x.shape), normed
+        return q, out_scale, hidden.view(x.shape), normed, levels
     q = torch.empty(rows.shape, dtype=FP8, device=x.device)
     if scale is None:
         out_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
@@ -58,4 +67,4 @@ def add_rms_norm_quant(
             _ops.rms_norm_static_fp8_quant(q, rows, weight, scale, eps)
         else:
             _ops.fused_add_rms_norm_static_fp8_quant(q, rows, hidden, weight, scale, eps)
-    return q.view(x.shape), out_scale, hidden.view(x.shape), x.new_empty(0)
+    return q.view(x.shape), out_scale, hidden.view(x.shape), x.new_empty(0), levels

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from oss_fused.kernels.checks import flat_rows
-from oss_fused.kernels.quantize.reference import quantize_rows
+from oss_fused.kernels.checks import FP8, flat_rows
+from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.quantize.reference import quantize_levels, quantize_rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,12 +25,19 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale, new residual and normed row; see kernels/norm for the contract."""
+    exact_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     hidden = x.clone() if residual is None else x + residual
     normed = rms_norm(hidden, weight, eps)
-    q, out_scale = quantize_rows(flat_rows(normed), scale)
+    rows = flat_rows(normed)
+    levels = torch.empty(2 * exact_rows, x.shape[-1], dtype=FP8, device=x.device)
+    if is_exact(rows.shape[0], exact_rows):
+        both, out_scale = quantize_levels(rows)
+        q, levels[: both.shape[0]] = both[::2].contiguous(), both
+    else:
+        q, out_scale = quantize_rows(rows, scale)
     out_scale = out_scale.view(*x.shape[:-1], 1) if scale is None else scale.clone()
     if not write_normed:
         normed = normed.new_empty(0)
-    return q.view(x.shape), out_scale, hidden, normed
+    return q.view(x.shape), out_scale, hidden, normed, levels

@@ -15,12 +15,14 @@ from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.levels import is_exact
 from oss_fused.kernels.numerics import (
     magnitude_bits,
     quantize_dynamic,
     quantize_static,
     round_to,
     scale_of_amax,
+    two_levels,
 )
 
 _MAX_HIDDEN = 32768
@@ -39,10 +41,18 @@ def normalized(hidden, gain, n_cols, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_codes(y, static_scale, target, scale, row, mask):
-    """Store the codes of a row at ``target``, and its scale; static_scale None: the row's own."""
+def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask):
+    """Store the codes of a row at ``target``, and its scale; static_scale None: the row's own.
+
+    ``levels``: where the levels of the row begin, ``n_cols`` codes each; None: it has one.
+    """
     y = y.to(tl.float32)
-    if static_scale is not None:
+    if levels is not None:
+        codes, rest, row_scale = two_levels(y, tl.max(magnitude_bits(y), 0))
+        tl.store(levels, codes, mask=mask)
+        tl.store(levels + n_cols, rest, mask=mask)
+        tl.store(scale + row, row_scale)
+    elif static_scale is not None:
         row_scale = tl.load(static_scale)
         codes = quantize_static(y, tl.div_rn(1.0, row_scale))
         tl.store(scale, row_scale, mask=row == 0)
@@ -60,6 +70,7 @@ def _add_rms_norm_quant_kernel(
     weight,
     static_scale,
     q,
+    levels,
     scale,
     residual_out,
     normed,
@@ -94,8 +105,9 @@ def _add_rms_norm_quant_kernel(
     if WRITE_NORMED:
         tl.store(normed + row * n_cols + cols, y, mask=mask)
     # eight codes a thread, as it holds them: 16 would pass shared memory first
-    target = q + row * n_cols + tl.max_contiguous(cols, 8)
-    store_codes(y, static_scale, target, scale, row, mask)
+    place = tl.max_contiguous(cols, 8)
+    both = None if levels is None else levels + row * 2 * n_cols + place
+    store_codes(y, static_scale, q + row * n_cols + place, both, n_cols, scale, row, mask)
 
 
 def add_rms_norm_quant(
@@ -106,8 +118,9 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale, new residual and normed row; see kernels/norm for the contract."""
+    exact_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     n_cols = x.shape[-1]
     if n_cols > _MAX_HIDDEN:
         raise ShapeMismatchError(
@@ -120,10 +133,11 @@ def add_rms_norm_quant(
     normed = torch.empty(x.shape if write_normed else (0,), dtype=x.dtype, device=x.device)
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
     out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
+    levels = torch.empty(2 * exact_rows, n_cols, dtype=FP8, device=x.device)
     if x.numel() == 0:
         if scale is not None:
             out_scale.copy_(scale)
-        return q, out_scale, residual_out, normed
+        return q, out_scale, residual_out, normed, levels
     block = next_power_of_2(n_cols)
     _add_rms_norm_quant_kernel[(rows.shape[0],)](
         rows,
@@ -131,6 +145,7 @@ def add_rms_norm_quant(
         weight,
         scale,
         q,
+        levels if is_exact(rows.shape[0], exact_rows) else None,
         out_scale,
         residual_out,
         normed,
@@ -145,4 +160,4 @@ def add_rms_norm_quant(
         num_warps=min(max(block // 1024, 1), 16),
         **pdl_options(x.device),
     )
-    return q, out_scale, residual_out, normed
+    return q, out_scale, residual_out, normed, levels

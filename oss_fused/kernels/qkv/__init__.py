@@ -4,7 +4,7 @@
 ``rope_kv(fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype), ...)``: x [T, K] FP8 codes
 with x_scale [T, 1] or [1], weight [(num_heads + 2 kv_heads) * head_dim, K] FP8; the arguments from
 ``positions`` on are rope_kv's (kernels/rope). Returns the rotated q
-[T, num_heads * head_dim]. ``prefetch_weights`` is fp8_gemm's (kernels/gemm).
+[T, num_heads * head_dim]. ``prefetch_weights`` and ``levels`` are fp8_gemm's (kernels/gemm).
 
 On a Hopper GPU this is one launch for at most 16 tokens, where head_dim is a multiple of 64,
 rotated whole and in NeoX pairs, without a norm per head. Otherwise the kernels of the two parts
@@ -63,10 +63,11 @@ declare(
         "bias": Operand("N", *FLOAT_DTYPES),
         "out_dtype": OneOf(*FLOAT_DTYPES),
         **CACHE_RULES,
+        "levels": Operand("L K", FP8),
     },
     {"triton": "triton"},
     mutates=("key_cache", "value_cache"),
     check=_check,
     fake=_fake,
-    example={"N": 512, "K": 64, "out_dtype": torch.bfloat16, **CACHE_EXAMPLE},
+    example={"N": 512, "K": 64, "out_dtype": torch.bfloat16, **CACHE_EXAMPLE, "levels": None},
 )

@@ -30,9 +30,10 @@ def qkv_rope_kv(
     eps: float,
     q_scale: torch.Tensor | None = None,
     prefetch_weights: bool = False,
+    levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated q of the projection of ``x``; see kernels/qkv for the contract."""
-    qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype)
+    qkv = fp8_gemm(x, weight, x_scale, weight_scale, bias, out_dtype, False, levels)
     return rope_kv(
         qkv,
         positions,

@@ -131,6 +131,7 @@ def _qkv_kernel(
     kv_heads,
     stride_table,
     HEAD_DIM: gl.constexpr,
+    LEVELS: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
     STEPS: gl.constexpr,
@@ -151,8 +152,9 @@ def _qkv_kernel(
     wait_for_inputs()
     start_next()
     request_tokens(a_desc, full, tokens, STAGES)
-    paired: gl.constexpr = paired_layout(PAIRS, BLOCK_M, gl.num_warps())
-    token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
+    TOKENS: gl.constexpr = BLOCK_M // LEVELS
+    paired: gl.constexpr = paired_layout(PAIRS, TOKENS, gl.num_warps())
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
     pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
     at = head * HEAD_DIM + pair
     left_scale, right_scale = gl.load(b_scale + at), gl.load(b_scale + at + HALF)
@@ -161,7 +163,11 @@ def _qkv_kernel(
     row_scale = gl.load(a_scale + token, mask=token < m, other=0.0)
     mbarrier.wait(full.index(STAGES), 0)
     acc = product(b_desc, first_n, first_n + HALF, full, tokens, weights, STEPS, STAGES, SLABS)
-    acc = acc.reshape([2, PAIRS, BLOCK_M]).permute((1, 2, 0))
+    if LEVELS == 2:
+        # both levels of a token are neighbouring columns, in one thread
+        first_level, second_level = gl.split(acc.reshape([2 * PAIRS, TOKENS, 2]))
+        acc = first_level + second_level * 0.0625
+    acc = acc.reshape([2, PAIRS, TOKENS]).permute((1, 2, 0))
     left, right = gl.split(gl.convert_layout(acc, paired))
     left = _finish(left, row_scale, left_scale, bias, at, dtype)
     right = _finish(right, row_scale, right_scale, bias, at + HALF, dtype)
@@ -190,11 +196,12 @@ def fits_projection(
     cos_sin_cache: torch.Tensor,
     is_neox: bool,
     key_cache: torch.Tensor,
+    levels: int,
 ) -> bool:
-    """Whether this kernel takes the projection of ``x``."""
+    """Whether this kernel takes the projection of ``x``, so many rows of which are a token's."""
     return (
         fits(x, weight, weight_scale)
-        and x_scale.numel() == x.shape[0]
+        and x.shape[0] == levels * x_scale.numel()
         and joins(x.device, key_cache.shape[3], cos_sin_cache.shape[1], is_neox)
     )
 
@@ -216,14 +223,16 @@ def launch(
     v_scale: torch.Tensor | None,
     q_scale: torch.Tensor | None,
     prefetch_weights: bool,
+    levels: int,
 ) -> torch.Tensor:
     """Rotated q of arguments that ``fits_projection`` takes."""
-    m, k = x.shape
+    rows, k = x.shape
+    m = rows // levels
     kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = out_dtype if q_scale is None else FP8
     q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
     _qkv_kernel[(weight.shape[0] // (2 * BOX_ROWS),)](
-        descriptor(x, block_m(m), GROUP_K),
+        descriptor(x, block_m(rows), GROUP_K),
         descriptor(weight, BOX_ROWS, BLOCK_K),
         x_scale,
         weight_scale,
@@ -240,11 +249,12 @@ def launch(
         kv_heads,
         cos_sin_cache.stride(0),
         HEAD_DIM=head_dim,
-        STAGES=stages(m, k),
+        LEVELS=levels,
+        STAGES=stages(rows, k),
         SLABS=SLABS,
         STEPS=steps(k),
         GROUPS=groups(k),
-        BLOCK_M=block_m(m),
+        BLOCK_M=block_m(rows),
         PREFETCH=prefetch_weights,
         num_warps=4,
         **pdl_options(x.device),

@@ -42,6 +42,22 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Te
     return scaled.to(FP8), scale
 
 
+def quantize_levels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both levels [2 R, C] of ``x`` [R, C], and the rows' scales [R, 1]; see kernels/levels.py."""
+    if x.shape[1] == 0:
+        return x.repeat_interleave(2, 0).to(FP8), torch.ones(x.shape[0], 1, device=x.device)
+    amax = x.abs().amax(-1, keepdim=True).float()
+    exponent = (amax.view(torch.int32) >> 23).clamp_(min=8)
+    finite = exponent < 255
+    scale = ((exponent - 7) << 23).view(torch.float32)
+    values = x.float() * ((261 - exponent) << 23).view(torch.float32)
+    values = torch.where(finite, values, 0.0)
+    first = values.to(FP8)
+    second = ((values - first.float()) * 16.0).to(FP8)
+    levels = torch.stack((first, second), 1).view(-1, x.shape[1])
+    return levels, scale.masked_fill_(~finite, float("nan"))
+
+
 def quantize_fp8(
     x: torch.Tensor, scale: torch.Tensor | None, strategy: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ from oss_fused.kernels.numerics import (
     quantize_static,
     round_to,
     scale_of_amax,
+    two_levels,
 )
 
 # widest row kept in registers: 64 values a thread with 256 threads
@@ -41,12 +42,34 @@ _TL_DTYPE = {
 
 
 @triton.jit
-def _quantize_row_kernel(x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+def _store_row(values, bits, q, cols, n_cols, LEVELS: tl.constexpr):
+    """Store the codes of (a part of) a row whose amax has these bits; returns the row's scale."""
+    if LEVELS == 1:
+        row_scale = scale_of_amax(bits)
+        codes = quantize_dynamic(values, tl.div_rn(1.0, row_scale))
+    else:
+        codes, rest, row_scale = two_levels(values, bits)
+        tl.store(q + n_cols + cols, rest, mask=cols < n_cols)
+    tl.store(q + cols, codes, mask=cols < n_cols)
+    return row_scale
+
+
+@triton.jit
+def _quantize_row_kernel(
+    x,
+    q,
+    scale,
+    stride,
+    n_cols,
+    BLOCK: tl.constexpr,
+    LOOP: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     start_next()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
-    q += row * n_cols
+    q += row * (LEVELS * n_cols)
     offs = tl.arange(0, BLOCK)
     if LOOP:
         bits = tl.zeros([BLOCK], tl.int32)
@@ -54,17 +77,16 @@ def _quantize_row_kernel(x, q, scale, stride, n_cols, BLOCK: tl.constexpr, LOOP:
             cols = start + offs
             values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
             bits = tl.maximum(bits, magnitude_bits(values))
-        row_scale = scale_of_amax(tl.max(bits, 0))
-        inv = tl.div_rn(1.0, row_scale)
+        amax = tl.max(bits, 0)
+        row_scale = scale_of_amax(amax)
         for start in range(0, n_cols, BLOCK):
             cols = start + offs
             values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            tl.store(q + cols, quantize_dynamic(values, inv), mask=cols < n_cols)
+            row_scale = _store_row(values, amax, q, cols, n_cols, LEVELS)
     else:
         values = tl.load(x + offs, mask=offs < n_cols, other=0.0).to(tl.float32)
-        row_scale = scale_of_amax(tl.max(magnitude_bits(values), 0))
-        inv = tl.div_rn(1.0, row_scale)
-        tl.store(q + offs, quantize_dynamic(values, inv), mask=offs < n_cols)
+        amax = tl.max(magnitude_bits(values), 0)
+        row_scale = _store_row(values, amax, q, offs, n_cols, LEVELS)
     tl.store(scale + row, row_scale)
 
 
@@ -198,20 +220,36 @@ def quantize_fp8(
     out_scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     if n_cols == 0:
         return q, out_scale.fill_(1.0)
-    if n_rows:
-        block = min(next_power_of_2(n_cols), _MAX_ROW_BLOCK)
-        _quantize_row_kernel[(n_rows,)](
-            rows,
-            q,
-            out_scale,
-            rows.stride(0),
-            n_cols,
-            BLOCK=block,
-            LOOP=n_cols > block,
-            num_warps=min(max(block // 512, 1), 8),
-            **pdl_options(x.device),
-        )
+    _quantize_rows(rows, q, out_scale, 1)
     return q, out_scale
+
+
+def quantize_levels(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both levels [2 R, C] of ``rows`` [R, C], C at least 1, and their scales [R, 1]."""
+    n_rows, n_cols = rows.shape
+    q = torch.empty(2 * n_rows, n_cols, dtype=FP8, device=rows.device)
+    scale = torch.empty(n_rows, 1, dtype=torch.float32, device=rows.device)
+    _quantize_rows(rows, q, scale, 2)
+    return q, scale
+
+
+def _quantize_rows(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, levels: int) -> None:
+    n_rows, n_cols = rows.shape
+    if n_rows == 0:
+        return
+    block = min(next_power_of_2(n_cols), _MAX_ROW_BLOCK)
+    _quantize_row_kernel[(n_rows,)](
+        rows,
+        q,
+        scale,
+        rows.stride(0),
+        n_cols,
+        BLOCK=block,
+        LOOP=n_cols > block,
+        LEVELS=levels,
+        num_warps=min(max(block // 512, 1), 8),
+        **pdl_options(rows.device),
+    )
 
 
 def quantize_fp8_adjusted(

@@ -23,6 +23,8 @@ GLUON_KERNELS = ("stream", "cooperative", "pingpong", "pipeline")
 # cuBLASLt's product (gemm/cublaslt.py), and the smallest bucket for which the rule takes it
 CUBLASLT, CUBLASLT_ROWS = "cublaslt", 8192
 
+# outputs up to which a CTA's whole ring is best filled in few steps
+_SHORT = 3072
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
 # tiles of weight-only products by rows, best on average over an H200's shapes: block_n, block_m,
@@ -119,7 +121,7 @@ def gemm_rule(
     # columns of a last tile that N does not fill cost it more than the kernels in Gluon
     if cublaslt and bucket >= CUBLASLT_ROWS and n % 128 == 0:
         return {"kernel": CUBLASLT}
-    if gluon and 2 < bucket <= 64:
+    if gluon and 2 <= bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
     if gluon and bucket >= 512:
         return _pipeline_tile(bucket, n, k)
@@ -134,6 +136,13 @@ def gemm_rule(
     if bucket <= 1024:
         return {"kernel": "large", "block_n": 128, "num_stages": 4, "num_warps": 4}
     return {"kernel": "large", "group_m": 4}
+
+
+def exact_gemm_tile(n: int) -> dict[str, int]:
+    """Tile of the stream kernel for up to 16 rows of which two are the levels of one."""
+    if n > 64 * _WAVE:
+        return {"block_m": 16, "block_n": 128, "block_k": 128, "ctas": 1}
+    return {"block_m": 16, "block_n": 64, "block_k": 512 if n <= _SHORT else 256, "ctas": 1}
 
 
 def _stream_tile(bucket: int, n: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ loading: at every call they would take longer than the product of few rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.gemm import packed
+from oss_fused.kernels.levels import EXACT_ROWS
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.checks import (
     FLOATS,
@@ -57,8 +59,17 @@ _fp8_gemm, _fp8_linear = direct("fp8_gemm"), direct("fp8_linear")
 _weight_only_linear = direct("weight_only_linear")
 
 FP8 = torch.float8_e4m3fn
+
+
 # what --load-format dummy fills scales with: codes of random weights then stay small
 _DUMMY_SCALE = 1.0
+
+
+@dataclass
+class LevelledActivation(QuantizedActivation):
+    """A quantised activation whose few rows have two levels (kernels/levels.py)."""
+
+    levels: torch.Tensor | None = None
 
 
 @register_weight_loader_v2_supported_method
@@ -83,6 +94,10 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         self.may_be_absent = False
         # by the monitor's policy: activations stay in 16 bits whatever the scheme says
         self.bits16_inputs = False
+        # rows up to which activations have two levels (kernels/levels.py), where the kernels of
+        # the layer's device take them and ``exact_if_few`` asks for it
+        self.exact_if_few = False
+        self.exact_rows = 0
 
     def create_weights(
         self,
@@ -185,7 +200,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             # the linears fused into one share their input, and so one scale
             replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
         self._advertise(layer)
-        warm_linear(layer, self.apply, self.dtype, self.weight_only)
+        warm_linear(layer, self.apply, self.dtype, self.weight_only, self.exact_rows)
 
     @property
     def weight_only(self) -> bool:
@@ -199,6 +214,8 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             return
         if inputs.dynamic:
             layer._input_quant_key = kFp8DynamicTokenSym
+            if self.exact_if_few and _takes_levels(layer):
+                self.exact_rows = EXACT_ROWS
         elif isinstance(layer, (QKVParallelLinear, MergedColumnParallelLinear)):
             # not for down_proj: vLLM would fuse its own SiLU kernel, which rounds differently
             layer._input_quant_key = kFp8StaticTensorSym
@@ -213,12 +230,31 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         if isinstance(x, QuantizedActivation):
             rows = x.data.view(-1, x.data.shape[-1])
             scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
-            out = _fp8_gemm(rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True)
-            return out.view(*x.orig_shape[:-1], -1)
+            levels = getattr(x, "levels", None)
+            operands = (rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True)
+            return _fp8_gemm(*operands, levels).view(*x.orig_shape[:-1], -1)
         if self.weight_only:
             return _weight_only_linear(x, layer.weight, layer.weight_scale, bias, True)
         input_scale = layer.input_scale if self.scheme.needs_data else None
-        return _fp8_linear(x, layer.weight, layer.weight_scale, input_scale, bias, True)
+        weight = (layer.weight, layer.weight_scale, input_scale, bias)
+        return _fp8_linear(x, *weight, True, self.exact_rows)
+
+
+def _takes_levels(layer: Any) -> bool:
+    """Whether few rows take two levels in the time of one: on Hopper, in rows of whole words."""
+    if not layer.weight.is_cuda:
+        return False
+    from oss_fused.kernels.launch import runs_gluon
+
+    # the codes of a dense layer's MLP have one level
+    dense = isinstance(layer, MergedColumnParallelLinear)
+    return runs_gluon(layer.weight.device) and layer.weight.shape[1] % 16 == 0 and not dense
+
+
+def exact_rows_of(reader: Any) -> int:
+    """Rows up to which the linear layer ``reader`` takes two levels from a norm."""
+    method = getattr(reader, "quant_method", None)
+    return method.exact_rows if isinstance(method, OssFp8LinearMethod) else 0
 
 
 def _numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -41,6 +41,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
+from oss_fused.layers.vllm.linear import exact_rows_of
 
 _OP = "oss_fused::rope_attention"
 # tokens up to which qkv_rope_kv measured faster than projection and rope_kv
@@ -79,6 +80,7 @@ def rope_attention(
     layer_name: LayerNameType,
     codes: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    levels: torch.Tensor | None = None,
 ) -> None:
     """Rotate q and k of ``qkv``, write k and v to the cache, attend into ``output``.
 
@@ -89,6 +91,7 @@ def rope_attention(
         layer_name: of vLLM's attention layer.
         codes: [T, K], input of the projection where ``qkv`` is project_unless_fused's.
         scale: [T, 1] of the codes.
+        levels: both levels of few rows of codes (kernels/levels.py).
     """
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     rows, heads, size = output.shape
@@ -98,7 +101,7 @@ def rope_attention(
         query = torch.empty_like(output)
     else:
         few = codes is not None and rows <= FEW_TOKENS
-        projected = (codes, scale) if few else (qkv,)
+        projected = (codes, scale, levels) if few else (qkv,)
         query = layer.impl.rope(layer, projected, positions, cache, slots)
         query = query.view(rows, heads, size)
     # keys and values are in the cache: attention reads only their shape
@@ -112,6 +115,7 @@ def _rope_attention_fake(
     layer_name: LayerNameType,
     codes: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    levels: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -151,7 +155,8 @@ class RopeAndCache:
     ) -> torch.Tensor:
         """Write k and v; returns rotated q [T, heads * head_dim], FP8 where attention wants it.
 
-        ``projected`` is (qkv,), or (codes, scale) of what the projection has still to read.
+        ``projected`` is (qkv,), or (codes, scale, levels or None) of what the projection
+        has still to read.
         """
         quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
         if quantised:
@@ -175,7 +180,7 @@ class RopeAndCache:
         )
         if len(projected) == 1:
             return torch.ops.oss_fused.rope_kv(*projected, *arguments)
-        (codes, scale), linear = projected, attention.qkv_proj
+        (codes, scale, levels), linear = projected, attention.qkv_proj
         return torch.ops.oss_fused.qkv_rope_kv(
             codes,
             linear.weight,
@@ -185,6 +190,7 @@ class RopeAndCache:
             rope.cos_sin_cache.dtype,
             *arguments,
             True,
+            levels,
         )
 
     def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:
@@ -204,12 +210,17 @@ class RopeAndCache:
         linear = self.attention.qkv_proj
         if not self.joins or getattr(linear, "_input_quant_key", None) != kFp8DynamicTokenSym:
             return
-        for rows in (1, min(max_rows, FEW_TOKENS)):
+        exact = exact_rows_of(linear)
+        levels = torch.zeros(2 * exact, linear.weight.shape[1], dtype=FP8, device=device)
+        # few and many rows of two levels, and of one
+        for rows in sorted(
+            {min(max_rows, most) for most in (1, exact or 1, exact + 1, FEW_TOKENS)}
+        ):
             codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
             index = torch.zeros(rows, dtype=torch.int64, device=device)
             # named: weights load under the model's default dtype
             scale = torch.ones(rows, 1, dtype=torch.float32, device=device)
-            self(layer, (codes, scale), index, cache, index - 1)
+            self(layer, (codes, scale, levels), index, cache, index - 1)
 
 
 def _is_token_wise(x: torch.Tensor | QuantizedActivation) -> bool:
@@ -219,9 +230,10 @@ def _is_token_wise(x: torch.Tensor | QuantizedActivation) -> bool:
 def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch.Tensor:
     """``o_proj(attention(rope(qkv_proj(hidden_states))))`` of a module that fits."""
     layer, linear = attention.attn, attention.qkv_proj
-    codes, scale = None, None
+    codes, scale, levels = None, None, None
     if layer.impl.rope.joins and _is_token_wise(hidden_states):
         codes, scale = hidden_states.data, hidden_states.scale
+        levels = getattr(hidden_states, "levels", None)
         qkv = torch.ops.oss_fused.project_unless_fused(
             codes,
             linear.weight,
@@ -236,7 +248,7 @@ def attend(attention: Any, positions: torch.Tensor, hidden_states: Any) -> torch
         (qkv.shape[0], layer.num_heads, layer.head_size), dtype=qkv.dtype, device=qkv.device
     )
     name = _encode_layer_name(layer.layer_name)
-    torch.ops.oss_fused.rope_attention(qkv, positions, output, name, codes, scale)
+    torch.ops.oss_fused.rope_attention(qkv, positions, output, name, codes, scale, levels)
     return attention.o_proj(output.view(qkv.shape[0], -1))[0]
 
 

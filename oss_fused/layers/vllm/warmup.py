@@ -27,6 +27,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.levels import is_exact
 from oss_fused.kernels.tiles import ROW_BUCKETS
 
 # of a temporary output: a head with a large vocabulary never sees that many rows
@@ -108,7 +109,11 @@ def row_counts(limit: int, row_bytes: int) -> Iterator[int]:
 
 
 def warm_linear(
-    layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype, weight_only: bool
+    layer: Any,
+    apply: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    weight_only: bool,
+    exact_rows: int = 0,
 ) -> None:
     """Run a loaded FP8 linear layer, and what quantises its input, once per bucket.
 
@@ -117,6 +122,7 @@ def warm_linear(
         apply: the method's ``apply``.
         dtype: of the model.
         weight_only: its input is not quantised.
+        exact_rows: rows up to which its input has two levels (kernels/levels.py).
     """
     weight = layer.weight
     if not weight.is_cuda:
@@ -124,15 +130,20 @@ def warm_linear(
     n, k = weight.shape
     bias = getattr(layer, "bias", None)
     static = getattr(layer, "input_scale", None)
-    key = ("linear", n, k, bias is None, static is None, weight_only, dtype, weight.device)
+    kind = (n, k, bias is None, static is None, weight_only, exact_rows)
+    key = ("linear", *kind, dtype, weight.device)
     if key in _done:
         return
     _done.add(key)
-    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only))
+    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, exact_rows))
 
 
 def _run_linear(
-    layer: Any, apply: Callable[..., torch.Tensor], dtype: torch.dtype, weight_only: bool
+    layer: Any,
+    apply: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    weight_only: bool,
+    exact_rows: int,
 ) -> None:
     weight = layer.weight
     n, k = weight.shape
@@ -153,8 +164,13 @@ def _run_linear(
             operands = (codes, weight, token, layer.weight_scale)
             torch.ops.oss_fused.gate_up_quant(*operands, dtype, "silu", True)
         if from_norm:
+            options = (gain, 1e-5, static, False, True, exact_rows)
             for residual in (None, x):
-                torch.ops.oss_fused.add_rms_norm_quant(x, residual, gain, 1e-5, static, False, True)
+                normed = torch.ops.oss_fused.add_rms_norm_quant(x, residual, *options)
+            if is_exact(rows, exact_rows):
+                codes, token, _, _, levels = normed
+                of_weight = (token, layer.weight_scale, bias, dtype, True)
+                torch.ops.oss_fused.fp8_gemm(codes, weight, *of_weight, levels)
         if isinstance(layer, RowParallelLinear) and static is None:
             torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
 

@@ -22,9 +22,11 @@ from vllm.model_executor.layers.fusion.quant_activation import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.levels import is_exact
 from oss_fused.kernels.moe.config import SHARED_ROWS, mxfp4_variant, router_part
 from oss_fused.layers.vllm.experts.choice import router_joins_norm
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.linear import LevelledActivation, exact_rows_of
 from oss_fused.layers.vllm.warmup import warm_batches
 from oss_fused.quant.settings import ServingOptions
 
@@ -94,7 +96,7 @@ def norm_experts_norm(
     """
     norm, router, experts = block.post_attention_layernorm, block.mlp.router, _experts(block)
     following, key = block.following, get_input_quant_key(block.following.reader)
-    codes, scale, residual = torch.ops.oss_fused.norm_moe_norm(
+    codes, scale, residual, levels = torch.ops.oss_fused.norm_moe_norm(
         x,
         residual,
         norm.weight,
@@ -115,11 +117,9 @@ def norm_experts_norm(
         None if key == kFp8DynamicTokenSym else following.reader.input_scale,
         block.oss_arrivals,
         True,
+        exact_rows_of(block.following.reader),
     )
-    quantised = QuantizedActivation(
-        data=codes, scale=scale, orig_dtype=x.dtype, orig_shape=x.shape, quant_key=key
-    )
-    return quantised, residual
+    return LevelledActivation(codes, scale, x.dtype, x.shape, key, levels), residual
 
 
 def _experts(block: Any) -> Any:
@@ -143,7 +143,8 @@ def warm_block(block: Any, limit: int) -> None:
             tokens, experts.top_k, experts.global_num_experts, experts.global_num_experts,
             0 <= experts.quant_method.fp8_min_tokens <= tokens,
         )  # fmt: skip
-        return (tokens == 1, router_part(tokens), *of_experts)
+        exact = is_exact(tokens, exact_rows_of(block.following.reader))
+        return (tokens == 1, router_part(tokens), exact, *of_experts)
 
     key = ("block", tuple(experts.w13_weight.shape), experts.top_k, gain.dtype, gain.device)
     warm_batches(key, limit, functools.cache(variant), run)
