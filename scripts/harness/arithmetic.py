@@ -7,6 +7,11 @@ import json
 from collections.abc import Sequence
 
 _OPTION = "--additional-config"
+# of linear layers under oss_fp8, by the option linear_activations
+_LINEAR = {
+    "auto": ", these in bf16 precision in steps of at most 8 tokens",
+    "fp8": "",
+}
 # of MXFP4 experts under oss_fp8, by the option expert_activations
 _EXPERTS = {
     "auto": "bf16 precision in steps of fewer than 512 tokens, FP8 from 512 on",
@@ -25,8 +30,10 @@ def describe_arithmetic(flags: Sequence[str], mxfp4: bool) -> str:
     method = _value(flags, "--quantization") or _value(flags, "-q")
     if method == "oss_fp8":
         text = "linear layers: FP8 weights and activations"
+        text += _LINEAR[_option(flags, "linear_activations")]
         if mxfp4:
-            text += f"; MXFP4 experts: activations in {_EXPERTS[_expert_activations(flags)]}"
+            choice = _option(flags, "expert_activations")
+            text += f"; MXFP4 experts: activations in {_EXPERTS[choice]}"
     elif method:
         text = f"vLLM's {method}"
     elif mxfp4:
@@ -46,9 +53,10 @@ def _value(flags: Sequence[str], name: str) -> str:
     return ""
 
 
-def _expert_activations(flags: Sequence[str]) -> str:
-    choice = _value(flags, f"{_OPTION}.oss_fused.expert_activations")
+def _option(flags: Sequence[str], name: str) -> str:
+    """Value of an option of serving whose default is "auto"."""
+    choice = _value(flags, f"{_OPTION}.oss_fused.{name}")
     config = _value(flags, _OPTION)
     if not choice and config:
-        choice = json.loads(config).get("oss_fused", {}).get("expert_activations", "")
+        choice = json.loads(config).get("oss_fused", {}).get(name, "")
     return choice or "auto"

@@ -7,6 +7,7 @@ import pytest
 from harness.arithmetic import describe_arithmetic
 
 _OSS = ["--quantization", "oss_fp8"]
+_LINEAR = "linear layers: FP8 weights and activations"
 _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
 
 
@@ -16,7 +17,8 @@ _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
         ([], False, "as the checkpoint says"),
         ([], True, "linear layers: bf16; MXFP4 experts: activations in bf16"),
         (["--quantization=fp8_per_channel"], False, "vLLM's fp8_per_channel"),
-        (_OSS, False, "linear layers: FP8 weights and activations"),
+        (_OSS, False, f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens"),
+        (_OSS, True, f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens; MXFP4"),
         (_OSS, True, "bf16 precision in steps of fewer than 512 tokens, FP8 from 512 on"),
         ([*_OSS, _BF16], True, "bf16 precision in all steps"),
         (
@@ -29,3 +31,16 @@ _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
 )
 def test_arithmetic_of_an_arm(flags, mxfp4, expected):
     assert expected in describe_arithmetic(flags, mxfp4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--additional-config", '{"oss_fused": {"linear_activations": "fp8"}}'],
+        ["--additional-config.oss_fused.linear_activations=fp8"],
+    ],
+)
+def test_linear_layers_without_bf16_precision(flags):
+    assert describe_arithmetic([*_OSS, *flags], False) == _LINEAR
+    found = describe_arithmetic([*_OSS, *flags], True)
+    assert found.startswith(f"{_LINEAR}; MXFP4 experts: activations in bf16 precision in steps")

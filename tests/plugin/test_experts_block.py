@@ -16,7 +16,9 @@ from oss_fused.kernels.op import get_kernel
 from oss_fused.layers.vllm.decoder import OssTransformerBlock
 from oss_fused.layers.vllm.experts import block as joined
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.plugin.models import OssGptOssModel
+from oss_fused.quant.scheme import FP8_DYNAMIC
 from oss_fused.quant.settings import ServingOptions
 
 HIDDEN, INTER, EXPERTS = 64, 32, 4
@@ -139,6 +141,31 @@ def test_joined_blocks_compute_what_they_do_apart(read, blocks, monkeypatch):
     assert len(calls) == 1 and len(together) == 2 + len(read)
     for a, b in zip(together, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+def test_the_next_block_reads_both_levels_of_few_tokens(tokens, blocks):
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
+    reader, norm = blocks[1].attn.qkv_proj, blocks[1].input_layernorm
+    weight = torch.randn(96, HIDDEN)
+    codes, scale = get_kernel("torch", "quantize_fp8")(weight, None, "channel")
+    reader.weight, reader.weight_scale = (nn.Parameter(t, False) for t in (codes, scale))
+    reader.quant_method = OssFp8LinearMethod(FP8_DYNAMIC, True, "qkv_proj")
+    x, residual = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, HIDDEN).bfloat16()
+
+    def product(exact_rows):
+        reader.quant_method.exact_rows = exact_rows
+        activation, added = joined.norm_experts_norm(blocks[0], x, residual)
+        return reader.quant_method.apply(reader, activation).double(), added
+
+    (one_level, added), (both, _) = product(0), product(8)
+    if tokens in (1, 9):
+        assert torch.equal(both, one_level)
+        return
+    normed = get_kernel("torch", "add_rms_norm_quant")(added, None, norm.weight, 1e-5, None)[3]
+    want = normed.double() @ (codes.double() * scale.double()).t()
+    assert (both - want).norm() < 0.005 * want.norm()
+    assert (both - want).norm() * 3 < (one_level - want).norm()
 
 
 @pytest.mark.parametrize("rank", list(ONE_RANK))

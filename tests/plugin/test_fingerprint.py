@@ -80,12 +80,13 @@ def test_the_key_follows_version_variables_and_options(monkeypatch):
     before = key(lm_head=True)
     assert before == key(lm_head=True)
     changed = [key(lm_head=False), key(lm_head=True, fused_layers=False)]
+    changed.append(key(lm_head=True, linear_activations="fp8"))
     monkeypatch.setenv("OSS_FUSED_BACKEND", "torch")
     changed.append(key(lm_head=True))
     monkeypatch.delenv("OSS_FUSED_BACKEND")
     monkeypatch.setattr(oss_fused, "__version__", "0.0.0")
     changed.append(key(lm_head=True))
-    assert len({before, *changed}) == 5
+    assert len({before, *changed}) == 6
 
 
 def test_a_draft_model_leaves_the_fingerprint_of_the_served_one(tmp_path):

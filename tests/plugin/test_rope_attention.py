@@ -18,6 +18,9 @@ from vllm.utils.torch_utils import _encode_layer_name
 from oss_fused.kernels.op import get_kernel
 from oss_fused.layers.vllm import rope_attention
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
+from oss_fused.layers.vllm.decoder import norm_for
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.quant.scheme import FP8_DYNAMIC
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 5
 
@@ -128,12 +131,49 @@ def test_projection_joins_for_few_tokens(few, context, monkeypatch):
     assert torch.equal(outputs[0][1], outputs[1][1])
 
 
-def test_warm_up_calls_what_serving_calls(context, monkeypatch):
+def test_few_tokens_reach_the_projection_in_both_levels(context):
+    """Where there are fewer levels than tokens, nothing of them is read."""
+    torch.manual_seed(0)
+    attention, cache, slots = context()
+    attention.attn.impl.rope.joins, attention.attn.layer_name = True, "layer"
+    attention.o_proj = lambda x: (x, None)
+    weight = torch.randn((HEADS + 2 * KV_HEADS) * SIZE, 256)
+    codes, scale = torch.ops.oss_fused.quantize_fp8(weight, None, "channel")
+    norm = SimpleNamespace(weight=torch.ones(256).bfloat16(), variance_epsilon=1e-6)
+    x, positions = torch.randn(TOKENS, 256).bfloat16(), torch.randint(0, 40, (TOKENS,))
+    normed = get_kernel("torch", "add_rms_norm_quant")(x, None, norm.weight, 1e-6, None)[3]
+
+    def results(exact_rows):
+        method = OssFp8LinearMethod(FP8_DYNAMIC, True, "qkv_proj")
+        method.exact_rows = exact_rows
+        attention.qkv_proj = SimpleNamespace(
+            weight=codes, weight_scale=scale, bias=None,
+            quant_method=method, _input_quant_key=kFp8DynamicTokenSym,
+        )  # fmt: skip
+        cache.zero_()
+        activation, _ = norm_for(norm, attention.qkv_proj, x, None)
+        return rope_attention.attend(attention, positions, activation).float(), cache.float()
+
+    qkv = (normed.float() @ (codes.float() * scale).t()).bfloat16()
+    want = get_kernel("torch", "rope_kv")(
+        *(qkv, positions, attention.rotary_emb.cos_sin_cache, HEADS, True),
+        *torch.zeros_like(cache).transpose(1, 2).split(SIZE, -1),
+        *(slots, None, None, None, None, 0.0, None),
+    ).float()
+    one_level, both, fewer = results(0), results(TOKENS), results(TOKENS - 1)
+    assert (both[0] - want).norm() < 0.005 * want.norm()
+    assert (both[0] - want).norm() * 3 < (one_level[0] - want).norm()
+    assert all(torch.equal(a, b) for a, b in zip(fewer, one_level))
+
+
+@pytest.mark.parametrize("exact", [0, 8])
+def test_warm_up_calls_what_serving_calls(exact, context, monkeypatch):
     """Weights load under the model's dtype: a scale in it would compile a kernel nobody uses."""
     attention, _, _ = context(fp8=True)
     linear = SimpleNamespace(weight=torch.zeros(16, 32), _input_quant_key=kFp8DynamicTokenSym)
     attention.qkv_proj = linear
     projections = []
+    monkeypatch.setattr(rope_attention, "exact_rows_of", lambda reader: exact)
     monkeypatch.setattr(
         rope_attention.RopeAndCache, "__call__", lambda *args: projections.append(args[2])
     )
@@ -145,9 +185,11 @@ def test_warm_up_calls_what_serving_calls(context, monkeypatch):
         rope.warm_up(torch.bfloat16, 64)
     finally:
         torch.set_default_dtype(before)
-    joined = [projected for projected in projections if len(projected) == 2]
-    assert [codes.shape[0] for codes, _ in joined] == [1, rope_attention.FEW_TOKENS]
-    assert {(codes.dtype, scale.dtype) for codes, scale in joined} == {(FP8, torch.float32)}
+    joined = [projected for projected in projections if len(projected) == 3]
+    rows = [codes.shape[0] for codes, *_ in joined]
+    assert rows == ([1, 4, 8, 9, 16] if exact else [1, rope_attention.FEW_TOKENS])
+    assert {(codes.dtype, scale.dtype) for codes, scale, _ in joined} == {(FP8, torch.float32)}
+    assert {levels.shape[0] for *_, levels in joined} == {2 * exact}
 
 
 def test_profiling_run_has_no_cache(context):

@@ -130,6 +130,8 @@ def test_options_of_serving_hold_for_every_checkpoint():
     [
         ({"expert_kernel": "vllm"}, "no option 'expert_kernel'; expected some of .*expert_kernels"),
         ({"expert_kernels": "oss"}, "expert_kernels='oss': .*'auto', 'native' or 'vllm'"),
+        ({"linear_activations": "bf16"}, "linear_activations='bf16': .*'auto' or 'fp8'"),
+        ({"linear_activations": None}, "linear_activations=None: .*'auto' or 'fp8'"),
         ({"short_step": "no"}, "short_step='no': .*boolean"),
         *(
             ({"burst": value}, f"burst={re.escape(repr(value))}: .*'auto' or .* from 1 to 16")
@@ -154,6 +156,16 @@ def test_bad_options_of_serving(raw, message):
 @pytest.mark.parametrize("burst", ["auto", 1, 16])
 def test_length_of_a_burst(burst):
     assert with_options(from_checkpoint(CALIBRATED), {"burst": burst}).serving.burst == burst
+
+
+@pytest.mark.parametrize(("raw", "levels"), [({}, True), ("auto", True), ("fp8", False)])
+def test_activations_of_linear_layers(raw, levels):
+    from oss_fused.plugin.config import OssFp8Config
+
+    options = {"linear_activations": raw} if raw else {}
+    for checkpoint in (CALIBRATED, {"quant_method": "mxfp4"}, {"quant_method": "oss_fp8"}):
+        config = OssFp8Config(with_options(from_checkpoint(checkpoint), options))
+        assert config._linear_method(FP8_DYNAMIC, "layer").exact_if_few is levels
 
 
 def test_serving_options_come_from_the_command_line_only():

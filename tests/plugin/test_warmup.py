@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from torch import nn
+from vllm.model_executor.layers.linear import QKVParallelLinear
+
 from oss_fused.kernels.moe.config import (
     choose_config,
     fp8_rows,
@@ -146,6 +149,43 @@ def test_linear_layers_run_every_bucket_with_the_scales_of_serving(static, monke
         set_observer(None)
     assert met["fp8_linear"] == [(rows, static) for rows in ROW_BUCKETS]
     assert met["fp8_gemm"] == [(rows, 1 if static else rows) for rows in ROW_BUCKETS]
+
+
+def test_layers_of_two_levels_run_both_forms(monkeypatch):
+    """Codes of one level come from activations, and those of more rows from norms."""
+    monkeypatch.setattr(warmup, "_done", set())
+    layer = QKVParallelLinear.__new__(QKVParallelLinear)
+    nn.Module.__init__(layer)
+    layer.weight = torch.zeros(128, 64).to(torch.float8_e4m3fn).as_subclass(OnGpu)
+    layer.weight_scale, layer.oss_max_tokens = torch.ones(128, 1), 64
+    layer._input_quant_key = None
+    # by operator, the number of rows and whether they have two levels; args end before defaults
+    place = {"fp8_gemm": 7, "add_rms_norm_quant": 7}
+    met = {name: [] for name in place}
+
+    def observe(name, args):
+        if name in met:
+            met[name].append((args[0].shape[0], len(args) > place[name]))
+
+    def warm(exact_rows):
+        for ran in met.values():
+            ran.clear()
+        warmup.warm_linear(layer, lambda *_: None, torch.bfloat16, False, exact_rows)
+        return set(met["fp8_gemm"]), set(met["add_rms_norm_quant"])
+
+    counts = [rows for rows in ROW_BUCKETS if rows <= 64]
+    one_level = {(rows, False) for rows in counts}
+    # eight is no bucket's last row
+    all_counts, few = {*counts, 8}, {(rows, True) for rows in (2, 4, 8)}
+    set_observer(observe)
+    try:
+        expected = one_level | few | {(8, False)}
+        assert warm(8) == (expected, {(rows, True) for rows in all_counts})
+        assert warm(8) == (set(), set())
+        # with one level a layer of the same shape is another
+        assert warm(0) == (one_level, one_level)
+    finally:
+        set_observer(None)
 
 
 def test_once_for_each_key(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm import reference
 from oss_fused.kernels.gemm.reference import BF16, CPU_WEIGHTS, bf16_product
+from oss_fused.kernels.levels import levels_of
 
 
 def fp8_gemm(
@@ -21,7 +22,8 @@ def fp8_gemm(
     levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
-    if levels is not None or b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
+    exact = levels_of(a, levels) is not None
+    if exact or b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
         return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype, False, levels)
     from oss_fused.kernels import cpu_rows
 

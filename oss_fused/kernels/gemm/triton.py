@@ -17,7 +17,6 @@ from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.levels import is_exact, levels_of, sum_of_levels
 from oss_fused.kernels.quantize.triton import quantize_fp8, quantize_levels
-from oss_fused.kernels.weight_only.triton import weight_only_linear
 
 KERNELS: dict[str, Callable[..., None]] = {
     "gemv": gemm_gemv,
@@ -34,8 +33,6 @@ PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 # decoder layers; launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
-# outputs above which one exact row is faster as 16-bit values, one launch, than as two levels, two
-EXACT_GEMV_OUTPUTS = 65536
 
 
 @functools.cache
@@ -114,7 +111,7 @@ def _exact_gemm(
     k, n = levels.shape[1], b.shape[0]
     aligned = has_aligned_rows(levels) and has_aligned_rows(b)
     if runs_gluon(b.device) and aligned and k % 16 == 0 and k > 0:
-        config = dict(tiles.exact_gemm_tile(n))
+        config = dict(tiles.exact_gemm_tile(levels.shape[0], n))
         config |= {"prefetch_weights": prefetch_weights, "levels": 2}
         kernels(b.device)["stream"](levels, b, a_scale, b_scale, bias, out, **config)
         return out
@@ -136,10 +133,7 @@ def fp8_linear(
     n, k = weight.shape
     rows, levels = as_rows(x), None
     exact = k > 0 and is_exact(rows.shape[0], exact_rows)
-    if exact and rows.shape[0] == 1 and n > EXACT_GEMV_OUTPUTS and x.dtype != torch.float32:
-        # as exact without levels, in one launch
-        return weight_only_linear(x, weight, weight_scale, bias, prefetch_weights)
-    if input_scale is None and not exact and _fusible(rows, weight):
+    if input_scale is None and _fusible(rows, weight):
         config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)

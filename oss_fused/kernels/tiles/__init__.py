@@ -23,7 +23,7 @@ GLUON_KERNELS = ("stream", "cooperative", "pingpong", "pipeline")
 # cuBLASLt's product (gemm/cublaslt.py), and the smallest bucket for which the rule takes it
 CUBLASLT, CUBLASLT_ROWS = "cublaslt", 8192
 
-# outputs up to which a CTA's whole ring is best filled in few steps
+# outputs up to which few rows take longer steps of K
 _SHORT = 3072
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
@@ -138,11 +138,13 @@ def gemm_rule(
     return {"kernel": "large", "group_m": 4}
 
 
-def exact_gemm_tile(n: int) -> dict[str, int]:
+def exact_gemm_tile(rows: int, n: int) -> dict[str, int]:
     """Tile of the stream kernel for up to 16 rows of which two are the levels of one."""
+    block_m = 8 if rows <= 8 else 16
     if n > 64 * _WAVE:
-        return {"block_m": 16, "block_n": 128, "block_k": 128, "ctas": 1}
-    return {"block_m": 16, "block_n": 64, "block_k": 512 if n <= _SHORT else 256, "ctas": 1}
+        return {"block_m": block_m, "block_n": 128, "block_k": 128, "ctas": 1}
+    long_steps = block_m == 8 and n <= _SHORT
+    return {"block_m": block_m, "block_n": 64, "block_k": 512 if long_steps else 256, "ctas": 1}
 
 
 def _stream_tile(bucket: int, n: int) -> dict[str, int]:

@@ -213,9 +213,8 @@ class RopeAndCache:
         exact = exact_rows_of(linear)
         levels = torch.zeros(2 * exact, linear.weight.shape[1], dtype=FP8, device=device)
         # few and many rows of two levels, and of one
-        for rows in sorted(
-            {min(max_rows, most) for most in (1, exact or 1, exact + 1, FEW_TOKENS)}
-        ):
+        counts = (1, *((exact // 2, exact, exact + 1) if exact else ()), FEW_TOKENS)
+        for rows in sorted({min(max_rows, count) for count in counts}):
             codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
             index = torch.zeros(rows, dtype=torch.int64, device=device)
             # named: weights load under the model's default dtype

@@ -152,7 +152,11 @@ def _run_linear(
     gain = torch.ones(k, dtype=dtype, device=weight.device)
     after_norm = (QKVParallelLinear, MergedColumnParallelLinear)
     from_norm = hasattr(layer, "_input_quant_key") and isinstance(layer, after_norm)
-    for rows in row_counts(layer.oss_max_tokens, n * dtype.itemsize):
+    counts = [*row_counts(layer.oss_max_tokens, n * dtype.itemsize)]
+    if exact_rows and counts:
+        # the last that has two levels is no bucket's last
+        counts = sorted({*counts, min(exact_rows, counts[-1])})
+    for rows in counts:
         x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
         apply(layer, x, bias)
         if weight_only:

@@ -143,8 +143,9 @@ def warm_block(block: Any, limit: int) -> None:
             tokens, experts.top_k, experts.global_num_experts, experts.global_num_experts,
             0 <= experts.quant_method.fp8_min_tokens <= tokens,
         )  # fmt: skip
-        exact = is_exact(tokens, exact_rows_of(block.following.reader))
-        return (tokens == 1, router_part(tokens), exact, *of_experts)
+        return (tokens == 1, router_part(tokens), is_exact(tokens, exact), *of_experts)
 
-    key = ("block", tuple(experts.w13_weight.shape), experts.top_k, gain.dtype, gain.device)
+    exact = exact_rows_of(block.following.reader)
+    shape = tuple(experts.w13_weight.shape)
+    key = ("block", shape, experts.top_k, exact, gain.dtype, gain.device)
     warm_batches(key, limit, functools.cache(variant), run)
