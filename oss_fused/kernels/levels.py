@@ -7,9 +7,9 @@ product on FP8 tensor cores, which idle where few rows meet a whole weight.
 
 Operators that quantise take ``exact_rows`` and return ``levels`` [2 * exact_rows, K]; a product
 takes it beside the codes. Shapes must not depend on the number of rows M in a compiled graph: for
-``2 <= M <= exact_rows``, rows 2 i and 2 i + 1 of ``levels`` are the levels of row i, and the codes
-are the first ones. For other M nothing is written there, and codes and scales are those of one
-level: of a step of one token two levels took 3 to 4 %, of one of 2 to 8 tokens 1 to 2 %.
+``0 < M <= exact_rows``, rows 2 i and 2 i + 1 of ``levels`` are the levels of row i, and the codes
+are the first ones. For more rows nothing is written there, and codes and scales are those of one
+level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from oss_fused.kernels.contract import Between
 
 # rows whose two levels a product takes in about the time of one: half of the narrow side of a tile
 EXACT_ROWS = 8
-_LEAST = 2
 EXACT = Between(0, EXACT_ROWS)
 
 
@@ -36,7 +35,7 @@ def check_exact_rows(exact_rows: int, name: str, static_scale: torch.Tensor | No
 
 def is_exact(rows: int, exact_rows: int) -> bool:
     """Whether so many rows have two levels."""
-    return _LEAST <= rows <= exact_rows
+    return 0 < rows <= exact_rows
 
 
 def levels_of(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 _OPTION = "--additional-config"
 # of linear layers under oss_fp8, by the option linear_activations
 _LINEAR = {
-    "auto": ", these in bf16 precision in steps of at most 8 tokens",
+    "": "",
     "fp8": "",
+    "bf16": ", these in bf16 precision in steps of at most 8 tokens",
 }
 # of MXFP4 experts under oss_fp8, by the option expert_activations
 _EXPERTS = {
@@ -33,7 +34,7 @@ def describe_arithmetic(flags: Sequence[str], mxfp4: bool) -> str:
         text += _LINEAR[_option(flags, "linear_activations")]
         if mxfp4:
             choice = _option(flags, "expert_activations")
-            text += f"; MXFP4 experts: activations in {_EXPERTS[choice]}"
+            text += f"; MXFP4 experts: activations in {_EXPERTS[choice or 'auto']}"
     elif method:
         text = f"vLLM's {method}"
     elif mxfp4:
@@ -54,9 +55,9 @@ def _value(flags: Sequence[str], name: str) -> str:
 
 
 def _option(flags: Sequence[str], name: str) -> str:
-    """Value of an option of serving whose default is "auto"."""
+    """Value of an option of serving; empty where it is not given."""
     choice = _value(flags, f"{_OPTION}.oss_fused.{name}")
     config = _value(flags, _OPTION)
     if not choice and config:
         choice = json.loads(config).get("oss_fused", {}).get(name, "")
-    return choice or "auto"
+    return choice

@@ -14,6 +14,7 @@ from tests.docs.readers import (
     library,
     load,
     operator,
+    profile,
     summary,
     texts,
 )
@@ -220,7 +221,22 @@ def gemm() -> Passages:
     speedups = [kernels("w8a16", "speedup", M=m) for m in counts]
     cells = " | ".join(["{:.2f}"] * len(counts))
     picks = (("least", min), ("greatest", max))
+    levels = "h200/decode_linear_activations"
+    busy = [profile(b, arm, levels)["busy_us"] for b in (1, 2, 8) for arm in ("two", "one")]
+    texts = load("cpu/linear_activations.json")["texts"]
+    divergences = [text["candidates"][i]["kl_divergence"] for i in (0, 1) for text in texts]
     return [
+        (
+            (
+                "take {:.0f} us instead of {:.0f} at one token, {:.0f} us instead of {:.0f} at 2, "
+                "and {:.0f} us instead of {:.0f} at 8"
+            ),
+            busy,
+        ),
+        (
+            "of {:.4f} and {:.4f} nats on two texts, FP8 activations {:.4f} and {:.4f}",
+            divergences,
+        ),
         ("| CUTLASS | 1.3x | {:.3f}x |", [summary(f"{small}geomean")]),
         ("| CUTLASS | 0.97x | {:.3f}x |", [summary(f"{small}min")]),
         ("| cuBLASLt | 1.0x | {:.3f}x |", [summary(f"{large}geomean")]),

@@ -17,8 +17,8 @@ _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
         ([], False, "as the checkpoint says"),
         ([], True, "linear layers: bf16; MXFP4 experts: activations in bf16"),
         (["--quantization=fp8_per_channel"], False, "vLLM's fp8_per_channel"),
-        (_OSS, False, f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens"),
-        (_OSS, True, f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens; MXFP4"),
+        (_OSS, False, _LINEAR),
+        (_OSS, True, f"{_LINEAR}; MXFP4 experts: activations in bf16 precision in steps"),
         (_OSS, True, "bf16 precision in steps of fewer than 512 tokens, FP8 from 512 on"),
         ([*_OSS, _BF16], True, "bf16 precision in all steps"),
         (
@@ -36,11 +36,11 @@ def test_arithmetic_of_an_arm(flags, mxfp4, expected):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--additional-config", '{"oss_fused": {"linear_activations": "fp8"}}'],
-        ["--additional-config.oss_fused.linear_activations=fp8"],
+        ["--additional-config", '{"oss_fused": {"linear_activations": "bf16"}}'],
+        ["--additional-config.oss_fused.linear_activations=bf16"],
     ],
 )
-def test_linear_layers_without_bf16_precision(flags):
-    assert describe_arithmetic([*_OSS, *flags], False) == _LINEAR
-    found = describe_arithmetic([*_OSS, *flags], True)
-    assert found.startswith(f"{_LINEAR}; MXFP4 experts: activations in bf16 precision in steps")
+def test_linear_layers_in_bf16_precision(flags):
+    text = f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens"
+    assert describe_arithmetic([*_OSS, *flags], False) == text
+    assert describe_arithmetic([*_OSS, *flags], True).startswith(f"{text}; MXFP4 experts:")

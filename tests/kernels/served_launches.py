@@ -50,6 +50,12 @@ def product(rows: int, n: int, k: int, out_dtype: torch.dtype = BF16) -> None:
     get_kernel("triton", "fp8_gemm")(a, b, a_scale, b_scale, empty(n), out_dtype, True)
 
 
+def two_levels(rows: int, n: int, k: int) -> None:
+    """A linear layer whose few rows keep 16 bits."""
+    weight, scale = codes(n, k)
+    get_kernel("triton", "fp8_linear")(empty(rows, k), weight, scale, None, empty(n), True, 8)
+
+
 def gate_up(rows: int, hidden: int = 4096, inter: int = 14336) -> None:
     (x, x_scale), (w, w_scale) = codes(rows, hidden), codes(2 * inter, hidden)
     get_kernel("triton", "gate_up_quant")(x, w, x_scale, w_scale, BF16, "silu", True)
@@ -65,13 +71,16 @@ def cache(heads: int, dim: int, page: int = 16, dtype: torch.dtype = BF16) -> li
     return list(empty(100, heads, page, 2 * dim, dtype=dtype).transpose(1, 2).split(dim, -1))
 
 
-def qkv(rows: int, hidden: int, heads: int, kv_heads: int, dim: int) -> None:
+def qkv(
+    rows: int, hidden: int, heads: int, kv_heads: int, dim: int, two_levels: bool = False
+) -> None:
+    levels = codes(16, hidden)[0] if two_levels else None
     n = (heads + 2 * kv_heads) * dim
     (x, x_scale), (w, w_scale) = codes(rows, hidden), codes(n, hidden)
     where = empty(rows, dtype=torch.int64)
     get_kernel("triton", "qkv_rope_kv")(
         x, w, x_scale, w_scale, empty(n), BF16, where, empty(4096, dim), heads, True,
-        *cache(kv_heads, dim), where, None, None, None, None, 1e-5, None, True,
+        *cache(kv_heads, dim), where, None, None, None, None, 1e-5, None, True, levels,
     )  # fmt: skip
 
 
@@ -150,6 +159,9 @@ SHORT: dict[str, functools.partial[None]] = {
     "lm_head 256, float32": call(product, 256, 201088, 2880, F32),
     "greedy tokens": call(greedy, 8, 201088),
     "joined qkv 1": call(qkv, 1, 2880, 64, 8, 64),
+    "joined qkv 8, two levels": call(qkv, 8, 2880, 64, 8, 64, True),
+    **{f"o_proj {rows}, two levels": call(two_levels, rows, 2880, 4096) for rows in (1, 8)},
+    "lm_head 2, two levels": call(two_levels, 2, 201088, 2880),
     "gate_up 4": call(gate_up, 4),
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),

@@ -80,7 +80,7 @@ def test_levels_of_edge_rows(device):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(2, 48, 64), (2, 33, 96), (3, 130, 272), (8, 64, 2880), (5, 40, 20), (4, 1, 8)],
+    [(1, 48, 64), (2, 33, 96), (3, 130, 272), (8, 64, 2880), (5, 40, 20), (4, 1, 8)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_are_as_exact_as_16_bits(backend, m, n, k, dtype, device):
@@ -103,11 +103,10 @@ def test_few_rows_are_as_exact_as_16_bits(backend, m, n, k, dtype, device):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("rows", [1, 9])
-def test_one_row_and_many_have_one_level(backend, rows, device):
+def test_more_rows_have_one_level(backend, device):
     weight, scale = weights(48, 64, device)
     linear, product = get_kernel(backend, "fp8_linear"), get_kernel(backend, "fp8_gemm")
-    x = rows_of(rows, 64, device)
+    x = rows_of(9, 64, device)
     expected = linear(x, weight, scale, None, None)
     assert torch.equal(linear(x, weight, scale, None, None, False, 8), expected)
     codes, token = get_kernel(backend, "quantize_fp8")(x, None, "token")
@@ -118,7 +117,7 @@ def test_one_row_and_many_have_one_level(backend, rows, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("m", [2, 4, 7])
+@pytest.mark.parametrize("m", [1, 2, 7])
 def test_levels_with_strides(m, dtype, device):
     """Levels are a view; codes, and what lies behind the levels of the rows, are unread."""
     weight, scale = weights(40, 64, device)
@@ -144,7 +143,7 @@ def test_a_poisoned_row_is_nan_and_no_other(bad, m, device):
     assert found[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("hidden", [130, 2880])
 def test_norms_write_both_levels(rows, hidden, device):
     x, residual = rows_of(rows, hidden, device), rows_of(rows, hidden, device, seed=2)
@@ -170,7 +169,7 @@ def test_experts_leave_both_levels_to_the_next_layer(tokens, device):
     codes, scale, added, levels = block.run("triton", x, residual, exact_rows=8)
     one_level = block.run("triton", x, residual)
     assert torch.equal(added, one_level[2]) and levels.shape == (16, 320)
-    if tokens in (1, 9):
+    if tokens > EXACT_ROWS:
         assert same_bits(codes, one_level[0]) and torch.equal(scale, one_level[1])
         return
     assert same_bits(codes, levels[: 2 * tokens : 2].contiguous())
@@ -187,9 +186,10 @@ def test_experts_leave_both_levels_to_the_next_layer(tokens, device):
 @pytest.mark.parametrize("tokens", [1, 5, 8, 9])
 def test_the_joined_projection_reads_both_levels(tokens, cache_dtype, device):
     arguments = problem(tokens, 8, 2, 64, 2880, cache_dtype, device)
-    x = rows_of(tokens, 2880, device)
+    # without outliers: rotated, a rounded large value would hide what is compared
+    x = torch.randn(tokens, 2880).to(device, torch.bfloat16)
     levels = torch.full((2 * EXACT_ROWS, 2880), float("nan"), device=device).to(FP8)
-    if tokens in (1, 9):
+    if tokens > EXACT_ROWS:
         codes, scale = get_kernel("torch", "quantize_fp8")(x, None, "token")
     else:
         levels[: 2 * tokens], scale = quantised("torch", x)
@@ -202,7 +202,7 @@ def test_the_joined_projection_reads_both_levels(tokens, cache_dtype, device):
         # FP8 caches hold few bits, and a value may round the other way
         limit = (0.03 if cache_dtype == FP8 else 0.004) * b.float().norm()
         assert (a.float() - b.float()).norm() <= limit
-    if 1 < tokens <= EXACT_ROWS and cache_dtype != FP8:
+    if tokens <= EXACT_ROWS and cache_dtype != FP8:
         error, without = (x[0].float() - expected[0].float() for x in (found, lost))
         assert error.norm() * 4 < without.norm()
 

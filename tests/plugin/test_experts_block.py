@@ -143,7 +143,7 @@ def test_joined_blocks_compute_what_they_do_apart(read, blocks, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 8, 9])
 def test_the_next_block_reads_both_levels_of_few_tokens(tokens, blocks):
     joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     reader, norm = blocks[1].attn.qkv_proj, blocks[1].input_layernorm
@@ -159,7 +159,7 @@ def test_the_next_block_reads_both_levels_of_few_tokens(tokens, blocks):
         return reader.quant_method.apply(reader, activation).double(), added
 
     (one_level, added), (both, _) = product(0), product(8)
-    if tokens in (1, 9):
+    if tokens > 8:
         assert torch.equal(both, one_level)
         return
     normed = get_kernel("torch", "add_rms_norm_quant")(added, None, norm.weight, 1e-5, None)[3]

@@ -29,6 +29,7 @@ from oss_fused.quant.settings import OnlineOptions, online, with_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 N, K, BF16 = 48, 256, torch.bfloat16
+EXACT = {"linear_activations": "bf16"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,7 +79,7 @@ def compare(tokens, run, expected):
     one_level, both = made(QKVParallelLinear), made(QKVParallelLinear)
     both.quant_method.exact_rows = 8
     found, without = run(both), run(one_level)
-    if tokens in (1, 9):
+    if tokens > 8:
         assert torch.equal(found, without)
     else:
         error, of_one = (x.double() - expected for x in (found, without))
@@ -87,17 +88,18 @@ def compare(tokens, run, expected):
 
 
 def test_a_cpus_layer_has_one_level():
-    assert made().quant_method.exact_rows == 0
+    assert made(**EXACT).quant_method.exact_rows == 0
 
 
 @pytest.mark.parametrize(
     ("kind", "scheme", "options", "rows"),
     [
-        (RowParallelLinear, FP8_DYNAMIC, {}, 8),
-        (QKVParallelLinear, FP8_DYNAMIC, {"linear_activations": "auto"}, 8),
+        (RowParallelLinear, FP8_DYNAMIC, {}, 0),
+        (RowParallelLinear, FP8_DYNAMIC, EXACT, 8),
+        (QKVParallelLinear, FP8_DYNAMIC, EXACT, 8),
         (QKVParallelLinear, FP8_DYNAMIC, {"linear_activations": "fp8"}, 0),
-        (QKVParallelLinear, FP8_STATIC, {}, 0),
-        (RowParallelLinear, W8A16, {}, 0),
+        (QKVParallelLinear, FP8_STATIC, EXACT, 0),
+        (RowParallelLinear, W8A16, EXACT, 0),
     ],
 )
 def test_rows_of_two_levels_where_hopper_kernels_run(kind, scheme, options, rows, monkeypatch):
@@ -108,7 +110,7 @@ def test_rows_of_two_levels_where_hopper_kernels_run(kind, scheme, options, rows
 
 def test_layers_of_the_monitors_policy_have_one_level(monkeypatch):
     monkeypatch.setattr(linear, "_takes_levels", lambda layer: True)
-    layer = made()
+    layer = made(**EXACT)
     method = layer.quant_method
     method.bits16_inputs, method.exact_rows = True, 0
     method._advertise(layer)
@@ -145,14 +147,14 @@ def test_other_readers_have_one_level():
     assert linear.exact_rows_of(SimpleNamespace(quant_method=SimpleNamespace(exact_rows=8))) == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 8, 9])
 def test_a_layer_that_quantises_its_input(tokens):
     x = rows_of(tokens)
     compare(tokens, lambda layer: layer.quant_method.apply(layer, x), exact_product(x))
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 8, 9])
 def test_a_norm_hands_both_levels_to_its_reader(tokens, first):
     x, residual = rows_of(tokens), None if first else rows_of(tokens, seed=2)
     gain = torch.rand(K, generator=torch.Generator().manual_seed(3)).to(BF16)

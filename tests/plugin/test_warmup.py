@@ -176,7 +176,7 @@ def test_layers_of_two_levels_run_both_forms(monkeypatch):
     counts = [rows for rows in ROW_BUCKETS if rows <= 64]
     one_level = {(rows, False) for rows in counts}
     # eight is no bucket's last row
-    all_counts, few = {*counts, 8}, {(rows, True) for rows in (2, 4, 8)}
+    all_counts, few = {*counts, 8}, {(rows, True) for rows in (1, 2, 4, 8)}
     set_observer(observe)
     try:
         expected = one_level | few | {(8, False)}

@@ -133,7 +133,7 @@ def fp8_linear(
     n, k = weight.shape
     rows, levels = as_rows(x), None
     exact = k > 0 and is_exact(rows.shape[0], exact_rows)
-    if input_scale is None and _fusible(rows, weight):
+    if input_scale is None and not exact and _fusible(rows, weight):
         config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)

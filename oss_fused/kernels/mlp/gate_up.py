@@ -40,7 +40,7 @@ def _joins(
 ) -> bool:
     """Whether the product alone would run in a kernel of which there is one with the activation.
 
-    That is so for 3 to 64 tokens on Hopper. One token gains nothing from it (docs/results/notes).
+    That is so for 2 to 64 tokens on Hopper. One token gains nothing from it (docs/results/notes).
     """
     (m, k), rows = x.shape, weight.shape[0]
     if m == 0 or rows == 0 or x_scale.numel() != m or weight_scale.numel() != rows:
