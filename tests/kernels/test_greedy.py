@@ -167,7 +167,9 @@ def test_right_drafts(backend, most, device):
 def test_synthetic_acceptance(backend, device):
     """Rates decide, not the likeliest tokens; absent drafts and those of a prompt stay wrong."""
     args = batch(4)
-    for rates, most in (([1.0, 1.0, 1.0], 4), ([0.6, 0.5, 0.9], None), ([0.0, 1.0, 1.0], 1)):
+    cases = [([1.0, 1.0, 1.0], 4), ([0.6, 0.5, 0.9], None), ([0.0, 1.0, 1.0], 1)]
+    # the second draft has a rate of its own
+    for rates, most in (*cases, ([1.0, 0.0, 1.0], 2)):
         seeds = torch.randint(-(2**62), 2**62, (40,))
         synthetic = (torch.tensor(rates), seeds)
         expected = one_by_one(*args, *synthetic)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from oss_fused.errors import CheckpointError, SchemeError
 from oss_fused.quant.calibrator import Run, RunOptions
+from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 from oss_fused.quant.pipeline import calibrate_both
 from oss_fused.quant.recipe import make_recipe
@@ -70,6 +71,24 @@ def test_one_run_gives_both_with_the_same_experts(
     assert fp8["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(plain["lm_head.weight"], tensors(models(kind))["lm_head.weight"])
     assert not any(name.endswith("k_scale") for name in plain)
+
+
+def test_the_second_of_a_pair_copies_the_experts_of_the_first(
+    models: Models, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding takes hours, and gives the same: only what a run is made with tells."""
+    made: list[tuple[object, ...]] = []
+    make = Run.__init__
+
+    def noted(run: Run, *arguments: object) -> None:
+        made.append(arguments)
+        make(run, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Run, "__init__", noted)
+    recipe = make_recipe({"dataset": str(text_file), **DATA})
+    calibrate_both(recipe, RunOptions(models("gpt-oss"), tmp_path / "out"))
+    base = made[-1][2]
+    assert isinstance(base, CheckpointReader) and base.folder == tmp_path / "out" / "oss-fp8"
 
 
 @pytest.mark.parametrize("target", [None, 9.0])
