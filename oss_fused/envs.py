@@ -44,7 +44,6 @@ VARIABLES: dict[str, Variable] = {
 MOVED = {
     "OSS_FUSED_EXPERTS": "expert_kernels",
     "OSS_FUSED_EXPERT_ACTIVATIONS": "expert_activations",
-    "OSS_FUSED_LINEAR_ACTIVATIONS": "linear_activations",
     "OSS_FUSED_ATTENTION": "attention_kernels",
     "OSS_FUSED_MODELS": "fused_layers",
     "OSS_FUSED_STEP": "short_step",

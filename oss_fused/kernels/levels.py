@@ -5,9 +5,9 @@ The scale of a row is a power of two. Eight significant bits are four and four, 
 value down to 2^-13 of the row's largest loses anything. Both levels are columns of one matrix
 product on FP8 tensor cores, which idle where few rows meet a whole weight.
 
-Operators that quantise take ``exact_rows`` and return ``levels`` [2 * exact_rows, K]; a product
+Operators that quantise take ``bf16_rows`` and return ``levels`` [2 * bf16_rows, K]; a product
 takes it beside the codes. Shapes must not depend on the number of rows M in a compiled graph: for
-``0 < M <= exact_rows``, rows 2 i and 2 i + 1 of ``levels`` are the levels of row i, and the codes
+``0 < M <= bf16_rows``, rows 2 i and 2 i + 1 of ``levels`` are the levels of row i, and the codes
 are the first ones. For more rows nothing is written there, and codes and scales are those of one
 level.
 """
@@ -23,25 +23,25 @@ from oss_fused.errors import SchemeError
 from oss_fused.kernels.contract import Between
 
 # rows whose two levels a product takes in about the time of one: half of the narrow side of a tile
-EXACT_ROWS = 8
-EXACT = Between(0, EXACT_ROWS)
+BF16_ROWS = 8
+BF16_ROWS_RULE = Between(0, BF16_ROWS)
 
 
-def check_exact_rows(exact_rows: int, name: str, static_scale: torch.Tensor | None) -> None:
+def check_bf16_rows(bf16_rows: int, name: str, static_scale: torch.Tensor | None) -> None:
     """Raise SchemeError where rows would have two levels and a given scale ``name`` at once."""
-    if exact_rows and static_scale is not None:
-        raise SchemeError(f"exact_rows={exact_rows}: expected 0 with a given {name}")
+    if bf16_rows and static_scale is not None:
+        raise SchemeError(f"bf16_rows={bf16_rows}: expected 0 with a given {name}")
 
 
-def is_exact(rows: int, exact_rows: int) -> bool:
+def has_two_levels(rows: int, bf16_rows: int) -> bool:
     """Whether so many rows have two levels."""
-    return 0 < rows <= exact_rows
+    return 0 < rows <= bf16_rows
 
 
 def levels_of(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor | None:
     """The rows of ``levels`` that hold ``codes`` [M, K]: [2 M, K], or None where none do."""
     rows = codes.shape[0]
-    if levels is None or not is_exact(rows, levels.shape[0] // 2):
+    if levels is None or not has_two_levels(rows, levels.shape[0] // 2):
         return None
     return levels[: 2 * rows]
 

@@ -193,7 +193,7 @@ class OssFp8Config(QuantizationConfig):
     def _linear_method(self, scheme: QuantizationScheme, prefix: str) -> OssFp8LinearMethod:
         method = OssFp8LinearMethod(scheme, self.settings.calibrated, prefix)
         method.bits16_inputs = prefix in self._bits16
-        method.exact_if_few = self.settings.serving.linear_activations == "bf16"
+        method.bf16_if_few = self.settings.serving.linear_activations == "bf16"
         return method
 
     def scheme_of(self, prefix: str) -> QuantizationScheme | None:

@@ -15,7 +15,7 @@ import torch
 from harness import vllm_kernels
 from harness.kernel_cases import EPS, MODELS, Case, Prepared, bf16, ops, relative_error
 from oss_fused.bench.timing import copies_for
-from oss_fused.kernels.levels import EXACT_ROWS
+from oss_fused.kernels.levels import BF16_ROWS
 from oss_fused.kernels.op import get_kernel
 
 HIDDEN = {"gpt-oss-20b": 2880, "llama-3-8b": 4096}
@@ -49,15 +49,15 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         return (positions, table, heads.q, True, *caches, slots, *none)
 
     def native(
-        weight: tuple[torch.Tensor, torch.Tensor], exact_rows: int = EXACT_ROWS
+        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
     ) -> torch.Tensor:
-        norm = (gain, EPS, None, False, True, exact_rows)
+        norm = (gain, EPS, None, False, True, bf16_rows)
         q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
         return ops.qkv_rope_kv(*args, prefetch_weights=True, levels=levels)
 
     def three(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        norm = (gain, EPS, None, False, True, EXACT_ROWS)
+        norm = (gain, EPS, None, False, True, BF16_ROWS)
         q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
         qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True, levels)
         return ops.rope_kv(qkv, *rope(cache))
@@ -70,7 +70,7 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         norm, project = (get_kernel("torch", n) for n in ("add_rms_norm_quant", "qkv_rope_kv"))
-        q, scale, _, _, levels = norm(x, residual, gain, EPS, None, False, False, EXACT_ROWS)
+        q, scale, _, _, levels = norm(x, residual, gain, EPS, None, False, False, BF16_ROWS)
         weight, weight_scale = codes[0]
         args = (q, weight, scale, weight_scale, bias, torch.bfloat16, *rope(heads.cache(rows)))
         want = project(*args, levels=levels)
@@ -99,9 +99,9 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
 
     def native(
-        weight: tuple[torch.Tensor, torch.Tensor], exact_rows: int = EXACT_ROWS
+        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
     ) -> torch.Tensor:
-        out = ops.fp8_linear(x, *weight, None, bias, True, exact_rows)
+        out = ops.fp8_linear(x, *weight, None, bias, True, bf16_rows)
         return ops.add_rms_norm_quant(out, residual, gain, EPS, None, False, True)[2]
 
     def vllm(weight: torch.Tensor, rest: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         linear = get_kernel("torch", "fp8_linear")
-        want = linear(x, *codes[0], None, bias, False, EXACT_ROWS) + residual
+        want = linear(x, *codes[0], None, bias, False, BF16_ROWS) + residual
         return relative_error(native(codes[0]), want)
 
     return Prepared(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oss_fused.errors import SchemeError, ShapeMismatchError
-from oss_fused.kernels.levels import EXACT_ROWS
+from oss_fused.kernels.levels import BF16_ROWS
 from oss_fused.kernels.op import get_kernel
 from oss_fused.kernels.quantize import reference
 from tests.kernels.test_moe_block import Block
@@ -123,7 +123,7 @@ def test_levels_with_strides(m, dtype, device):
     weight, scale = weights(40, 64, device)
     x = rows_of(m, 64, device)
     levels, token = quantised("torch", x)
-    wide = torch.full((2 * EXACT_ROWS, 128), float("nan"), device=device).to(FP8)
+    wide = torch.full((2 * BF16_ROWS, 128), float("nan"), device=device).to(FP8)
     wide[: 2 * m, :64], view = levels, wide[:, :64]
     rest = (weight, token, scale, None, dtype, False)
     found = get_kernel("triton", "fp8_gemm")(wide[-m:, 64:], *rest, view)
@@ -166,10 +166,10 @@ def test_norms_write_both_levels(rows, hidden, device):
 def test_experts_leave_both_levels_to_the_next_layer(tokens, device):
     block = Block(320, 96, 12, device, seed=tokens)
     x, residual = block.random(tokens, 320), block.random(tokens, 320)
-    codes, scale, added, levels = block.run("triton", x, residual, exact_rows=8)
+    codes, scale, added, levels = block.run("triton", x, residual, bf16_rows=8)
     one_level = block.run("triton", x, residual)
     assert torch.equal(added, one_level[2]) and levels.shape == (16, 320)
-    if tokens > EXACT_ROWS:
+    if tokens > BF16_ROWS:
         assert same_bits(codes, one_level[0]) and torch.equal(scale, one_level[1])
         return
     assert same_bits(codes, levels[: 2 * tokens : 2].contiguous())
@@ -188,8 +188,8 @@ def test_the_joined_projection_reads_both_levels(tokens, cache_dtype, device):
     arguments = problem(tokens, 8, 2, 64, 2880, cache_dtype, device)
     # without outliers: rotated, a rounded large value would hide what is compared
     x = torch.randn(tokens, 2880).to(device, torch.bfloat16)
-    levels = torch.full((2 * EXACT_ROWS, 2880), float("nan"), device=device).to(FP8)
-    if tokens > EXACT_ROWS:
+    levels = torch.full((2 * BF16_ROWS, 2880), float("nan"), device=device).to(FP8)
+    if tokens > BF16_ROWS:
         codes, scale = get_kernel("torch", "quantize_fp8")(x, None, "token")
     else:
         levels[: 2 * tokens], scale = quantised("torch", x)
@@ -202,7 +202,7 @@ def test_the_joined_projection_reads_both_levels(tokens, cache_dtype, device):
         # FP8 caches hold few bits, and a value may round the other way
         limit = (0.03 if cache_dtype == FP8 else 0.004) * b.float().norm()
         assert (a.float() - b.float()).norm() <= limit
-    if tokens <= EXACT_ROWS and cache_dtype != FP8:
+    if tokens <= BF16_ROWS and cache_dtype != FP8:
         error, without = (x[0].float() - expected[0].float() for x in (found, lost))
         assert error.norm() * 4 < without.norm()
 
@@ -210,8 +210,12 @@ def test_the_joined_projection_reads_both_levels(tokens, cache_dtype, device):
 @pytest.mark.parametrize(
     ("operation", "args", "message"),
     [
-        ("fp8_linear", (None, False, 9), "exact_rows=9: expected 0 to 8"),
-        ("fp8_linear", (torch.ones(1), False, 8), "exact_rows=8: expected 0 with a given input"),
+        ("fp8_linear", (None, False, 9), "bf16_rows=9: expected 0 to 8"),
+        (
+            "fp8_linear",
+            (torch.ones(1), False, 8),
+            "bf16_rows=8: expected 0 with a given input",
+        ),
     ],
 )
 def test_bad_numbers_of_rows(operation, args, message):

@@ -28,13 +28,11 @@ class Block:
     def random(self, *shape):
         return torch.randn(*shape).to(self.device, self.dtype)
 
-    def run(
-        self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1, exact_rows=0
-    ):
+    def run(self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1, bf16_rows=0):
         return get_kernel(backend, "norm_moe_norm")(
             x, residual, self.gain, EPS, self.gate, self.gate_bias,
             *self.layer.packed13, self.layer.b13, *self.layer.packed2, self.layer.b2,
-            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals, False, exact_rows,
+            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals, False, bf16_rows,
         )  # fmt: skip
 
 

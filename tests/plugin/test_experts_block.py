@@ -153,8 +153,8 @@ def test_the_next_block_reads_both_levels_of_few_tokens(tokens, blocks):
     reader.quant_method = OssFp8LinearMethod(FP8_DYNAMIC, True, "qkv_proj")
     x, residual = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, HIDDEN).bfloat16()
 
-    def product(exact_rows):
-        reader.quant_method.exact_rows = exact_rows
+    def product(bf16_rows):
+        reader.quant_method.bf16_rows = bf16_rows
         activation, added = joined.norm_experts_norm(blocks[0], x, residual)
         return reader.quant_method.apply(reader, activation).double(), added
 

@@ -29,7 +29,7 @@ from oss_fused.quant.settings import OnlineOptions, online, with_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 N, K, BF16 = 48, 256, torch.bfloat16
-EXACT = {"linear_activations": "bf16"}
+TWO_LEVELS = {"linear_activations": "bf16"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,7 +77,7 @@ def rows_of(tokens, seed=1):
 def compare(tokens, run, expected):
     """``run`` of a layer with two levels of up to 8 rows, and of one without."""
     one_level, both = made(QKVParallelLinear), made(QKVParallelLinear)
-    both.quant_method.exact_rows = 8
+    both.quant_method.bf16_rows = 8
     found, without = run(both), run(one_level)
     if tokens > 8:
         assert torch.equal(found, without)
@@ -88,33 +88,33 @@ def compare(tokens, run, expected):
 
 
 def test_a_cpus_layer_has_one_level():
-    assert made(**EXACT).quant_method.exact_rows == 0
+    assert made(**TWO_LEVELS).quant_method.bf16_rows == 0
 
 
 @pytest.mark.parametrize(
     ("kind", "scheme", "options", "rows"),
     [
         (RowParallelLinear, FP8_DYNAMIC, {}, 0),
-        (RowParallelLinear, FP8_DYNAMIC, EXACT, 8),
-        (QKVParallelLinear, FP8_DYNAMIC, EXACT, 8),
+        (RowParallelLinear, FP8_DYNAMIC, TWO_LEVELS, 8),
+        (QKVParallelLinear, FP8_DYNAMIC, TWO_LEVELS, 8),
         (QKVParallelLinear, FP8_DYNAMIC, {"linear_activations": "fp8"}, 0),
-        (QKVParallelLinear, FP8_STATIC, EXACT, 0),
-        (RowParallelLinear, W8A16, EXACT, 0),
+        (QKVParallelLinear, FP8_STATIC, TWO_LEVELS, 0),
+        (RowParallelLinear, W8A16, TWO_LEVELS, 0),
     ],
 )
 def test_rows_of_two_levels_where_hopper_kernels_run(kind, scheme, options, rows, monkeypatch):
     monkeypatch.setattr(linear, "_takes_levels", lambda layer: True)
     layer = made(kind, scheme, **options)
-    assert layer.quant_method.exact_rows == linear.exact_rows_of(layer) == rows
+    assert layer.quant_method.bf16_rows == linear.bf16_rows_of(layer) == rows
 
 
 def test_layers_of_the_monitors_policy_have_one_level(monkeypatch):
     monkeypatch.setattr(linear, "_takes_levels", lambda layer: True)
-    layer = made(**EXACT)
+    layer = made(**TWO_LEVELS)
     method = layer.quant_method
-    method.bits16_inputs, method.exact_rows = True, 0
+    method.bits16_inputs, method.bf16_rows = True, 0
     method._advertise(layer)
-    assert method.exact_rows == 0
+    assert method.bf16_rows == 0
 
 
 class OnGpu(torch.Tensor):
@@ -143,8 +143,8 @@ def test_which_layers_take_two_levels(kind, columns, hopper, takes, monkeypatch)
 
 
 def test_other_readers_have_one_level():
-    assert linear.exact_rows_of(nn.Linear(2, 2)) == 0
-    assert linear.exact_rows_of(SimpleNamespace(quant_method=SimpleNamespace(exact_rows=8))) == 0
+    assert linear.bf16_rows_of(nn.Linear(2, 2)) == 0
+    assert linear.bf16_rows_of(SimpleNamespace(quant_method=SimpleNamespace(bf16_rows=8))) == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9])
@@ -175,7 +175,7 @@ def test_a_weak_reference_keeps_both_levels(monkeypatch):
     """vLLM's CUDA graphs in pieces take one of each argument; its function needs a GPU."""
     monkeypatch.setattr("vllm.utils.torch_utils.weak_ref_tensor", lambda tensor: tensor.detach())
     layer = made(QKVParallelLinear)
-    layer.quant_method.exact_rows = 8
+    layer.quant_method.bf16_rows = 8
     norm = SimpleNamespace(weight=torch.ones(K, dtype=BF16), variance_epsilon=1e-5)
     activation, _ = norm_for(norm, layer, rows_of(3), None)
     weak = activation.weak_ref()

@@ -143,9 +143,9 @@ def test_few_tokens_reach_the_projection_in_both_levels(context):
     x, positions = torch.randn(TOKENS, 256).bfloat16(), torch.randint(0, 40, (TOKENS,))
     normed = get_kernel("torch", "add_rms_norm_quant")(x, None, norm.weight, 1e-6, None)[3]
 
-    def results(exact_rows):
+    def results(bf16_rows):
         method = OssFp8LinearMethod(FP8_DYNAMIC, True, "qkv_proj")
-        method.exact_rows = exact_rows
+        method.bf16_rows = bf16_rows
         attention.qkv_proj = SimpleNamespace(
             weight=codes, weight_scale=scale, bias=None,
             quant_method=method, _input_quant_key=kFp8DynamicTokenSym,
@@ -166,14 +166,14 @@ def test_few_tokens_reach_the_projection_in_both_levels(context):
     assert all(torch.equal(a, b) for a, b in zip(fewer, one_level))
 
 
-@pytest.mark.parametrize("exact", [0, 8])
-def test_warm_up_calls_what_serving_calls(exact, context, monkeypatch):
+@pytest.mark.parametrize("most", [0, 8])
+def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
     """Weights load under the model's dtype: a scale in it would compile a kernel nobody uses."""
     attention, _, _ = context(fp8=True)
     linear = SimpleNamespace(weight=torch.zeros(16, 32), _input_quant_key=kFp8DynamicTokenSym)
     attention.qkv_proj = linear
     projections = []
-    monkeypatch.setattr(rope_attention, "exact_rows_of", lambda reader: exact)
+    monkeypatch.setattr(rope_attention, "bf16_rows_of", lambda reader: most)
     monkeypatch.setattr(
         rope_attention.RopeAndCache, "__call__", lambda *args: projections.append(args[2])
     )
@@ -187,9 +187,9 @@ def test_warm_up_calls_what_serving_calls(exact, context, monkeypatch):
         torch.set_default_dtype(before)
     joined = [projected for projected in projections if len(projected) == 3]
     rows = [codes.shape[0] for codes, *_ in joined]
-    assert rows == ([1, 4, 8, 9, 16] if exact else [1, rope_attention.FEW_TOKENS])
+    assert rows == ([1, 4, 8, 9, 16] if most else [1, rope_attention.FEW_TOKENS])
     assert {(codes.dtype, scale.dtype) for codes, scale, _ in joined} == {(FP8, torch.float32)}
-    assert {levels.shape[0] for *_, levels in joined} == {2 * exact}
+    assert {levels.shape[0] for *_, levels in joined} == {2 * most}
 
 
 def test_profiling_run_has_no_cache(context):

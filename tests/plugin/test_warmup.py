@@ -167,10 +167,10 @@ def test_layers_of_two_levels_run_both_forms(monkeypatch):
         if name in met:
             met[name].append((args[0].shape[0], len(args) > place[name]))
 
-    def warm(exact_rows):
+    def warm(bf16_rows):
         for ran in met.values():
             ran.clear()
-        warmup.warm_linear(layer, lambda *_: None, torch.bfloat16, False, exact_rows)
+        warmup.warm_linear(layer, lambda *_: None, torch.bfloat16, False, bf16_rows)
         return set(met["fp8_gemm"]), set(met["add_rms_norm_quant"])
 
     counts = [rows for rows in ROW_BUCKETS if rows <= 64]

@@ -10,8 +10,8 @@ levels [L, K] float8_e4m3fn, or None: for at most L / 2 rows, ``acc`` is of
 ``levels[0 : 2 M : 2] + levels[1 : 2 M : 2] / 16``, and ``a`` is not read.
 
 fp8_linear: x [..., K] is quantised per token, or with ``input_scale`` [1] where that is given,
-and multiplied as above; the result has x's dtype. Up to ``exact_rows`` rows are quantised in two
-levels. kernels/levels.py says what ``levels`` and ``exact_rows`` are for.
+and multiplied as above; the result has x's dtype. Up to ``bf16_rows`` rows are quantised in two
+levels. kernels/levels.py says what ``levels`` and ``bf16_rows`` are for.
 
 prefetch_weights: the caller vouches that whatever still runs or waits on the stream leaves the
 weights alone, with their scales, bias and norm gain. Decode kernels then ask for them before the
@@ -27,7 +27,7 @@ from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
 from oss_fused.kernels.contract import OneOf, Operand, Scale
 from oss_fused.kernels.gemm import reference
 from oss_fused.kernels.gemm.packed import PACKED
-from oss_fused.kernels.levels import EXACT, check_exact_rows
+from oss_fused.kernels.levels import BF16_ROWS_RULE, check_bf16_rows
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.quantize import check_scale_of_rows
 
@@ -62,9 +62,9 @@ declare(
 
 
 def _check_input_scale(
-    x: torch.Tensor, input_scale: torch.Tensor | None, exact_rows: int = 0
+    x: torch.Tensor, input_scale: torch.Tensor | None, bf16_rows: int = 0
 ) -> None:
-    check_exact_rows(exact_rows, "input_scale", input_scale)
+    check_bf16_rows(bf16_rows, "input_scale", input_scale)
     if input_scale is not None:
         check_scale_of_rows("input_scale", input_scale, x)
 
@@ -76,7 +76,7 @@ declare(
         "x": Operand("... K", *FLOAT_DTYPES),
         "weight_scale": Scale("N"),
         "bias": Operand("N", *FLOAT_DTYPES),
-        "exact_rows": EXACT,
+        "bf16_rows": BF16_ROWS_RULE,
     },
     {"triton": "triton", "cuda": "cuda_linear", "cpu": "cpu"},
     check=_check_input_scale,

@@ -22,8 +22,8 @@ def fp8_gemm(
     levels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
-    exact = levels_of(a, levels) is not None
-    if exact or b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
+    has_both = levels_of(a, levels) is not None
+    if has_both or b.dtype not in CPU_WEIGHTS or out_dtype != BF16:
         return reference.fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype, False, levels)
     from oss_fused.kernels import cpu_rows
 
@@ -37,12 +37,12 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
     is_bf16 = weight.dtype in CPU_WEIGHTS and x.dtype == BF16
-    if exact_rows or input_scale is not None or not is_bf16:
-        return reference.fp8_linear(x, weight, weight_scale, input_scale, bias, False, exact_rows)
+    if bf16_rows or input_scale is not None or not is_bf16:
+        return reference.fp8_linear(x, weight, weight_scale, input_scale, bias, False, bf16_rows)
     from oss_fused.kernels import cpu_rows
 
     n = weight.shape[0]

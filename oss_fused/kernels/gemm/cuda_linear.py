@@ -10,7 +10,7 @@ import torch
 
 from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.gemm.cuda import fp8_gemm
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.quantize.cuda import quantize_fp8
 from oss_fused.kernels.quantize.reference import quantize_levels
 
@@ -22,11 +22,11 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``."""
     rows, levels = as_rows(x), None
-    if is_exact(rows.shape[0], exact_rows):
+    if has_two_levels(rows.shape[0], bf16_rows):
         levels, scale = quantize_levels(rows)
         q = levels[::2]
     else:

@@ -7,7 +7,7 @@ import torch
 
 from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.packed import BF16, PACKED, product
-from oss_fused.kernels.levels import is_exact, levels_of
+from oss_fused.kernels.levels import has_two_levels, levels_of
 from oss_fused.kernels.quantize.reference import quantize_levels, quantize_rows
 
 # dtypes of weights that hold e4m3 codes as bf16 numbers
@@ -39,11 +39,11 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
     rows, levels = flat_rows(x), None
-    if is_exact(rows.shape[0], exact_rows):
+    if has_two_levels(rows.shape[0], bf16_rows):
         levels, scale = quantize_levels(rows)
         codes = levels[::2]
     else:

@@ -15,7 +15,7 @@ from oss_fused.kernels.gemm.cublaslt import fits_cublaslt, gemm_cublaslt, runs_c
 from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
 from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
-from oss_fused.kernels.levels import is_exact, levels_of, sum_of_levels
+from oss_fused.kernels.levels import has_two_levels, levels_of, sum_of_levels
 from oss_fused.kernels.quantize.triton import quantize_fp8, quantize_levels
 
 KERNELS: dict[str, Callable[..., None]] = {
@@ -84,7 +84,7 @@ def fp8_gemm(
     a, b = as_rows(a), as_rows(b)
     both = levels_of(a, levels)
     if both is not None:
-        return _exact_gemm(as_rows(both), b, a_scale, b_scale, bias, out, prefetch_weights)
+        return _two_level_gemm(as_rows(both), b, a_scale, b_scale, bias, out, prefetch_weights)
     (m, k), n = a.shape, b.shape[0]
     config = _tile(a.device, m, n, k, runs_cublaslt(a.device))
     if config["kernel"] == tiles.CUBLASLT and not fits_cublaslt(a, b, a_scale, b_scale, bias, out):
@@ -98,7 +98,7 @@ def fp8_gemm(
     return out
 
 
-def _exact_gemm(
+def _two_level_gemm(
     levels: torch.Tensor,
     b: torch.Tensor,
     a_scale: torch.Tensor,
@@ -111,7 +111,7 @@ def _exact_gemm(
     k, n = levels.shape[1], b.shape[0]
     aligned = has_aligned_rows(levels) and has_aligned_rows(b)
     if runs_gluon(b.device) and aligned and k % 16 == 0 and k > 0:
-        config = dict(tiles.exact_gemm_tile(levels.shape[0], n))
+        config = dict(tiles.two_level_tile(levels.shape[0], n))
         config |= {"prefetch_weights": prefetch_weights, "levels": 2}
         kernels(b.device)["stream"](levels, b, a_scale, b_scale, bias, out, **config)
         return out
@@ -126,21 +126,21 @@ def fp8_linear(
     input_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> torch.Tensor:
     """Quantise ``x``, multiply by ``weight``; see kernels/gemm for the contract."""
     check_dtype("weight", weight, (FP8,))
     n, k = weight.shape
     rows, levels = as_rows(x), None
-    exact = k > 0 and is_exact(rows.shape[0], exact_rows)
-    if input_scale is None and not exact and _fusible(rows, weight):
+    few = k > 0 and has_two_levels(rows.shape[0], bf16_rows)
+    if input_scale is None and not few and _fusible(rows, weight):
         config = _tile(x.device, rows.shape[0], n, k)
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
             config["prefetch_weights"] = prefetch_weights
             gemv_linear(rows, weight, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
-    if exact:
+    if few:
         levels, scale = quantize_levels(rows)
         q = levels[::2]
     else:

@@ -49,11 +49,11 @@ moe_mxfp4(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top
 
 norm_moe_norm(x, residual, weight, eps, gate, gate_bias, w13, w13_scale, w13_bias, w2, w2_scale,
               w2_bias, top_k, renormalize, fp8_min_tokens, next_weight, next_eps, next_scale,
-              arrivals, prefetch_weights=False, exact_rows=0) -> (q, scale, residual_out, levels)
+              arrivals, prefetch_weights=False, bf16_rows=0) -> (q, scale, residual_out, levels)
     add_rms_norm_router, moe_mxfp4 of all experts ("swigluoai") and add_rms_norm_quant of its output
     with next_weight and next_scale [1] (None: a scale per token), without what lies between them:
     q [T, H] e4m3, scale [T, 1] or [1] float32, residual_out [T, H]. One token takes four launches.
-    exact_rows and levels: kernels/levels.py.
+    bf16_rows and levels: kernels/levels.py.
     arrivals: int32, at least min(T, 16) zeros, used as scratch and left at zero. Launches that
     overlap in time need buffers of their own.
 
@@ -76,7 +76,7 @@ import torch
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, check_shape
 from oss_fused.kernels.contract import Between, Epsilon, OneOf, Operand, Rule, Scale
-from oss_fused.kernels.levels import EXACT, check_exact_rows
+from oss_fused.kernels.levels import BF16_ROWS_RULE, check_bf16_rows
 from oss_fused.kernels.moe import mxfp4, reference
 from oss_fused.kernels.moe.config import SHARED_ROWS
 from oss_fused.kernels.moe.mxfp4 import BLOCK, CHUNK, ROW_GROUP
@@ -176,9 +176,9 @@ def _check_block(
     top_k: int,
     next_scale: torch.Tensor | None,
     arrivals: torch.Tensor,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> None:
-    check_exact_rows(exact_rows, "next_scale", next_scale)
+    check_bf16_rows(bf16_rows, "next_scale", next_scale)
     logits = x.new_empty((x.shape[0], gate.shape[0]), device="meta")
     _check_mxfp4(x, logits, w13, w13_scale, w2, w2_scale, top_k, None)
     least = min(x.shape[0], SHARED_ROWS)
@@ -189,14 +189,14 @@ def _check_block(
 
 
 def _block_fake(
-    x: torch.Tensor, next_scale: torch.Tensor | None, exact_rows: int = 0
+    x: torch.Tensor, next_scale: torch.Tensor | None, bf16_rows: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     scale = (x.shape[0], 1) if next_scale is None else next_scale.shape
     return (
         x.new_empty(x.shape, dtype=FP8),
         x.new_empty(scale, dtype=torch.float32),
         x.new_empty(x.shape),
-        x.new_empty(2 * exact_rows, x.shape[1], dtype=FP8),
+        x.new_empty(2 * bf16_rows, x.shape[1], dtype=FP8),
     )
 
 
@@ -285,7 +285,7 @@ declare(
         "next_eps": Epsilon(),
         "next_scale": Scale(),
         "arrivals": Operand("...", torch.int32),
-        "exact_rows": EXACT,
+        "bf16_rows": BF16_ROWS_RULE,
     },
     {"triton": "block"},
     check=_check_block,

@@ -38,14 +38,14 @@ def norm_moe_norm(
     next_scale: torch.Tensor | None,
     arrivals: torch.Tensor,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, residual and levels of the next layer's input; see kernels/moe."""
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     x, residual = x.contiguous(), residual.contiguous()
     if tokens == 0:
-        nothing = (residual, next_weight, next_eps, next_scale, False, False, exact_rows)
+        nothing = (residual, next_weight, next_eps, next_scale, False, False, bf16_rows)
         q, scale, added, _, both = add_rms_norm_quant(x, *nothing)
         return q, scale, added, both
     experts, rows13, _ = w13.shape
@@ -68,5 +68,5 @@ def norm_moe_norm(
     second = (w2, w2_scale, w2_bias, rows13 // 2, y_dtype, config, prefetch_weights)
     y = down(routing, act, act_scale, *second)
     summands = Summands(y, routing.topk_weights, routing.place)
-    following = (next_weight, next_eps, next_scale, arrivals, prefetch_weights, exact_rows)
+    following = (next_weight, next_eps, next_scale, arrivals, prefetch_weights, bf16_rows)
     return combine_norm(summands, top_k, renormalize, residual, *following)

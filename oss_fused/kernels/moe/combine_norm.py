@@ -16,7 +16,7 @@ import triton.language as tl
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.choice import ranked
 from oss_fused.kernels.norm.triton import normalized, store_codes
 from oss_fused.kernels.numerics import round_to
@@ -155,7 +155,7 @@ def combine_norm(
     scale: torch.Tensor | None,
     arrivals: torch.Tensor,
     prefetch: bool,
-    exact_rows: int,
+    bf16_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes [T, H] and scale of ``norm(residual + sum)``, the sum with the residual, levels.
 
@@ -170,7 +170,7 @@ def combine_norm(
     out_scale = torch.empty(
         (tokens, 1) if scale is None else scale.shape, dtype=torch.float32, device=device
     )
-    levels = torch.empty(2 * exact_rows, hidden, dtype=FP8, device=device)
+    levels = torch.empty(2 * bf16_rows, hidden, dtype=FP8, device=device)
     block = next_power_of_2(hidden)
     part = min(_PART, block) if shares > 1 else block
     _combine_norm_kernel[(tokens, cdiv(hidden, part) if part < block else 1)](
@@ -179,7 +179,7 @@ def combine_norm(
         weight,
         scale,
         q,
-        levels if is_exact(tokens, exact_rows) else None,
+        levels if has_two_levels(tokens, bf16_rows) else None,
         out_scale,
         residual_out,
         arrivals,

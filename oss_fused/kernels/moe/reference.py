@@ -112,14 +112,14 @@ def norm_moe_norm(
     next_scale: torch.Tensor | None,
     arrivals: torch.Tensor,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Experts between two norms; see kernels/moe for the contract."""
     normed, residual, logits = add_rms_norm_router(x, residual, weight, eps, gate, gate_bias)
     packed = (w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
     out = moe_mxfp4(normed, logits, *packed, top_k, renormalize, None, "swigluoai", fp8_min_tokens)
     q, scale, added, _, levels = add_rms_norm_quant(
-        out, residual, next_weight, next_eps, next_scale, False, False, exact_rows
+        out, residual, next_weight, next_eps, next_scale, False, False, bf16_rows
     )
     return q, scale, added, levels
 

@@ -16,13 +16,13 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     is_bf16 = x.dtype == weight.dtype == torch.bfloat16
-    if scale is not None or exact_rows or not is_bf16:
+    if scale is not None or bf16_rows or not is_bf16:
         return reference.add_rms_norm_quant(
-            x, residual, weight, eps, scale, write_normed, False, exact_rows
+            x, residual, weight, eps, scale, write_normed, False, bf16_rows
         )
     from oss_fused.kernels.cpu_rows import norm_rows
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import FP8, as_rows, check_dtype
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.norm import reference
 from oss_fused.kernels.quantize.cuda import quantize_fp8
 from oss_fused.kernels.vllm_ops import vllm_ops
@@ -30,17 +30,17 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One launch where the normed rows are not asked for, else norm and quantiser in turn."""
     check_dtype("weight", weight, (x.dtype,))
     rows = as_rows(x).contiguous()
-    if is_exact(rows.shape[0], exact_rows):
+    if has_two_levels(rows.shape[0], bf16_rows):
         # vLLM has no kernel for two levels
         return reference.add_rms_norm_quant(
-            x, residual, weight, eps, scale, write_normed, False, exact_rows
+            x, residual, weight, eps, scale, write_normed, False, bf16_rows
         )
-    levels = torch.empty(2 * exact_rows, x.shape[-1], dtype=FP8, device=x.device)
+    levels = torch.empty(2 * bf16_rows, x.shape[-1], dtype=FP8, device=x.device)
     # the fused kernels add in place
     hidden = rows.clone() if residual is None else as_rows(residual).clone()
     hidden = hidden.contiguous()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import FP8, flat_rows
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.quantize.reference import quantize_levels, quantize_rows
 
 
@@ -25,14 +25,14 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     hidden = x.clone() if residual is None else x + residual
     normed = rms_norm(hidden, weight, eps)
     rows = flat_rows(normed)
-    levels = torch.empty(2 * exact_rows, x.shape[-1], dtype=FP8, device=x.device)
-    if is_exact(rows.shape[0], exact_rows):
+    levels = torch.empty(2 * bf16_rows, x.shape[-1], dtype=FP8, device=x.device)
+    if has_two_levels(rows.shape[0], bf16_rows):
         both, out_scale = quantize_levels(rows)
         q, levels[: both.shape[0]] = both[::2].contiguous(), both
     else:

@@ -15,7 +15,7 @@ from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -118,7 +118,7 @@ def add_rms_norm_quant(
     scale: torch.Tensor | None,
     write_normed: bool = True,
     prefetch_weights: bool = False,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     n_cols = x.shape[-1]
@@ -133,7 +133,7 @@ def add_rms_norm_quant(
     normed = torch.empty(x.shape if write_normed else (0,), dtype=x.dtype, device=x.device)
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
     out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
-    levels = torch.empty(2 * exact_rows, n_cols, dtype=FP8, device=x.device)
+    levels = torch.empty(2 * bf16_rows, n_cols, dtype=FP8, device=x.device)
     if x.numel() == 0:
         if scale is not None:
             out_scale.copy_(scale)
@@ -145,7 +145,7 @@ def add_rms_norm_quant(
         weight,
         scale,
         q,
-        levels if is_exact(rows.shape[0], exact_rows) else None,
+        levels if has_two_levels(rows.shape[0], bf16_rows) else None,
         out_scale,
         residual_out,
         normed,

@@ -138,7 +138,7 @@ def gemm_rule(
     return {"kernel": "large", "group_m": 4}
 
 
-def exact_gemm_tile(rows: int, n: int) -> dict[str, int]:
+def two_level_tile(rows: int, n: int) -> dict[str, int]:
     """Tile of the stream kernel for up to 16 rows of which two are the levels of one."""
     block_m = 8 if rows <= 8 else 16
     if n > 64 * _WAVE:

@@ -30,7 +30,7 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
-from oss_fused.layers.vllm.linear import LevelledActivation, OssFp8LinearMethod, exact_rows_of
+from oss_fused.layers.vllm.linear import LevelledActivation, OssFp8LinearMethod, bf16_rows_of
 
 _add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
 _gate_up_quant = direct("gate_up_quant")
@@ -59,7 +59,7 @@ def norm_for(
         None if dynamic else reader.input_scale,
         False,
         True,
-        exact_rows_of(reader),
+        bf16_rows_of(reader),
     )
     quantised = LevelledActivation(codes, scale, x.dtype, x.shape, key, levels)
     return quantised, x if residual is None else added

@@ -38,7 +38,7 @@ from vllm.model_executor.utils import replace_parameter
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.gemm import packed
-from oss_fused.kernels.levels import EXACT_ROWS
+from oss_fused.kernels.levels import BF16_ROWS
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.checks import (
     FLOATS,
@@ -95,9 +95,9 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         # by the monitor's policy: activations stay in 16 bits whatever the scheme says
         self.bits16_inputs = False
         # rows up to which activations have two levels (kernels/levels.py), where the kernels of
-        # the layer's device take them and ``exact_if_few`` asks for it
-        self.exact_if_few = False
-        self.exact_rows = 0
+        # the layer's device take them and ``bf16_if_few`` asks for it
+        self.bf16_if_few = False
+        self.bf16_rows = 0
 
     def create_weights(
         self,
@@ -200,7 +200,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             # the linears fused into one share their input, and so one scale
             replace_parameter(layer, "input_scale", layer.input_scale.data.amax().view(1))
         self._advertise(layer)
-        warm_linear(layer, self.apply, self.dtype, self.weight_only, self.exact_rows)
+        warm_linear(layer, self.apply, self.dtype, self.weight_only, self.bf16_rows)
 
     @property
     def weight_only(self) -> bool:
@@ -214,8 +214,8 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             return
         if inputs.dynamic:
             layer._input_quant_key = kFp8DynamicTokenSym
-            if self.exact_if_few and _takes_levels(layer):
-                self.exact_rows = EXACT_ROWS
+            if self.bf16_if_few and _takes_levels(layer):
+                self.bf16_rows = BF16_ROWS
         elif isinstance(layer, (QKVParallelLinear, MergedColumnParallelLinear)):
             # not for down_proj: vLLM would fuse its own SiLU kernel, which rounds differently
             layer._input_quant_key = kFp8StaticTensorSym
@@ -237,7 +237,7 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
             return _weight_only_linear(x, layer.weight, layer.weight_scale, bias, True)
         input_scale = layer.input_scale if self.scheme.needs_data else None
         weight = (layer.weight, layer.weight_scale, input_scale, bias)
-        return _fp8_linear(x, *weight, True, self.exact_rows)
+        return _fp8_linear(x, *weight, True, self.bf16_rows)
 
 
 def _takes_levels(layer: Any) -> bool:
@@ -251,10 +251,10 @@ def _takes_levels(layer: Any) -> bool:
     return runs_gluon(layer.weight.device) and layer.weight.shape[1] % 16 == 0 and not dense
 
 
-def exact_rows_of(reader: Any) -> int:
+def bf16_rows_of(reader: Any) -> int:
     """Rows up to which the linear layer ``reader`` takes two levels from a norm."""
     method = getattr(reader, "quant_method", None)
-    return method.exact_rows if isinstance(method, OssFp8LinearMethod) else 0
+    return method.bf16_rows if isinstance(method, OssFp8LinearMethod) else 0
 
 
 def _numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
-from oss_fused.layers.vllm.linear import exact_rows_of
+from oss_fused.layers.vllm.linear import bf16_rows_of
 
 _OP = "oss_fused::rope_attention"
 # tokens up to which qkv_rope_kv measured faster than projection and rope_kv
@@ -210,10 +210,10 @@ class RopeAndCache:
         linear = self.attention.qkv_proj
         if not self.joins or getattr(linear, "_input_quant_key", None) != kFp8DynamicTokenSym:
             return
-        exact = exact_rows_of(linear)
-        levels = torch.zeros(2 * exact, linear.weight.shape[1], dtype=FP8, device=device)
+        most = bf16_rows_of(linear)
+        levels = torch.zeros(2 * most, linear.weight.shape[1], dtype=FP8, device=device)
         # few and many rows of two levels, and of one
-        counts = (1, *((exact // 2, exact, exact + 1) if exact else ()), FEW_TOKENS)
+        counts = (1, *((most // 2, most, most + 1) if most else ()), FEW_TOKENS)
         for rows in sorted({min(max_rows, count) for count in counts}):
             codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
             index = torch.zeros(rows, dtype=torch.int64, device=device)

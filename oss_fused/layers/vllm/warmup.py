@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.tiles import ROW_BUCKETS
 
 # of a temporary output: a head with a large vocabulary never sees that many rows
@@ -113,7 +113,7 @@ def warm_linear(
     apply: Callable[..., torch.Tensor],
     dtype: torch.dtype,
     weight_only: bool,
-    exact_rows: int = 0,
+    bf16_rows: int = 0,
 ) -> None:
     """Run a loaded FP8 linear layer, and what quantises its input, once per bucket.
 
@@ -122,7 +122,7 @@ def warm_linear(
         apply: the method's ``apply``.
         dtype: of the model.
         weight_only: its input is not quantised.
-        exact_rows: rows up to which its input has two levels (kernels/levels.py).
+        bf16_rows: rows up to which its input has two levels (kernels/levels.py).
     """
     weight = layer.weight
     if not weight.is_cuda:
@@ -130,12 +130,12 @@ def warm_linear(
     n, k = weight.shape
     bias = getattr(layer, "bias", None)
     static = getattr(layer, "input_scale", None)
-    kind = (n, k, bias is None, static is None, weight_only, exact_rows)
+    kind = (n, k, bias is None, static is None, weight_only, bf16_rows)
     key = ("linear", *kind, dtype, weight.device)
     if key in _done:
         return
     _done.add(key)
-    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, exact_rows))
+    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, bf16_rows))
 
 
 def _run_linear(
@@ -143,7 +143,7 @@ def _run_linear(
     apply: Callable[..., torch.Tensor],
     dtype: torch.dtype,
     weight_only: bool,
-    exact_rows: int,
+    bf16_rows: int,
 ) -> None:
     weight = layer.weight
     n, k = weight.shape
@@ -153,9 +153,9 @@ def _run_linear(
     after_norm = (QKVParallelLinear, MergedColumnParallelLinear)
     from_norm = hasattr(layer, "_input_quant_key") and isinstance(layer, after_norm)
     counts = [*row_counts(layer.oss_max_tokens, n * dtype.itemsize)]
-    if exact_rows and counts:
+    if bf16_rows and counts:
         # the last that has two levels is no bucket's last
-        counts = sorted({*counts, min(exact_rows, counts[-1])})
+        counts = sorted({*counts, min(bf16_rows, counts[-1])})
     for rows in counts:
         x = torch.zeros(rows, k, dtype=dtype, device=weight.device)
         apply(layer, x, bias)
@@ -168,10 +168,10 @@ def _run_linear(
             operands = (codes, weight, token, layer.weight_scale)
             torch.ops.oss_fused.gate_up_quant(*operands, dtype, "silu", True)
         if from_norm:
-            options = (gain, 1e-5, static, False, True, exact_rows)
+            options = (gain, 1e-5, static, False, True, bf16_rows)
             for residual in (None, x):
                 normed = torch.ops.oss_fused.add_rms_norm_quant(x, residual, *options)
-            if is_exact(rows, exact_rows):
+            if has_two_levels(rows, bf16_rows):
                 codes, token, _, _, levels = normed
                 of_weight = (token, layer.weight_scale, bias, dtype, True)
                 torch.ops.oss_fused.fp8_gemm(codes, weight, *of_weight, levels)

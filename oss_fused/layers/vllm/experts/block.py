@@ -22,11 +22,11 @@ from vllm.model_executor.layers.fusion.quant_activation import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.kernels.levels import is_exact
+from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.config import SHARED_ROWS, mxfp4_variant, router_part
 from oss_fused.layers.vllm.experts.choice import router_joins_norm
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
-from oss_fused.layers.vllm.linear import LevelledActivation, exact_rows_of
+from oss_fused.layers.vllm.linear import LevelledActivation, bf16_rows_of
 from oss_fused.layers.vllm.warmup import warm_batches
 from oss_fused.quant.settings import ServingOptions
 
@@ -117,7 +117,7 @@ def norm_experts_norm(
         None if key == kFp8DynamicTokenSym else following.reader.input_scale,
         block.oss_arrivals,
         True,
-        exact_rows_of(block.following.reader),
+        bf16_rows_of(block.following.reader),
     )
     return LevelledActivation(codes, scale, x.dtype, x.shape, key, levels), residual
 
@@ -143,9 +143,9 @@ def warm_block(block: Any, limit: int) -> None:
             tokens, experts.top_k, experts.global_num_experts, experts.global_num_experts,
             0 <= experts.quant_method.fp8_min_tokens <= tokens,
         )  # fmt: skip
-        return (tokens == 1, router_part(tokens), is_exact(tokens, exact), *of_experts)
+        return (tokens == 1, router_part(tokens), has_two_levels(tokens, most), *of_experts)
 
-    exact = exact_rows_of(block.following.reader)
+    most = bf16_rows_of(block.following.reader)
     shape = tuple(experts.w13_weight.shape)
-    key = ("block", shape, experts.top_k, exact, gain.dtype, gain.device)
+    key = ("block", shape, experts.top_k, most, gain.dtype, gain.device)
     warm_batches(key, limit, functools.cache(variant), run)
