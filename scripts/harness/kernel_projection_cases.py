@@ -32,8 +32,8 @@ def _weights(n: int, k: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tenso
 def _fused_qkv(rows: int, model: str) -> Prepared:
     """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write.
 
-    Served in two launches, few rows in two levels; "three_launches" does the same, "one_level" with
-    one level of all rows.
+    Served in two launches; "three_launches" does the same. "two_levels": as the option
+    linear_activations "bf16" serves few rows.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     dense, codes = _weights(heads.width, hidden)
@@ -48,18 +48,16 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         none = (None, None, None, None, EPS)
         return (positions, table, heads.q, True, *caches, slots, *none)
 
-    def native(
-        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
-    ) -> torch.Tensor:
+    def native(weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = 0) -> torch.Tensor:
         norm = (gain, EPS, None, False, True, bf16_rows)
         q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
         return ops.qkv_rope_kv(*args, prefetch_weights=True, levels=levels)
 
     def three(weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        norm = (gain, EPS, None, False, True, BF16_ROWS)
-        q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
-        qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True, levels)
+        norm = (gain, EPS, None, False, True)
+        q, scale, *_ = ops.add_rms_norm_quant(x, residual, *norm)
+        qkv = ops.fp8_gemm(q, weight[0], scale, weight[1], bias, torch.bfloat16, True)
         return ops.rope_kv(qkv, *rope(cache))
 
     def vllm(weight: torch.Tensor, hidden_states: torch.Tensor, rest: torch.Tensor) -> None:
@@ -70,18 +68,17 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         norm, project = (get_kernel("torch", n) for n in ("add_rms_norm_quant", "qkv_rope_kv"))
-        q, scale, _, _, levels = norm(x, residual, gain, EPS, None, False, False, BF16_ROWS)
+        q, scale, *_ = norm(x, residual, gain, EPS, None, False)
         weight, weight_scale = codes[0]
         args = (q, weight, scale, weight_scale, bias, torch.bfloat16, *rope(heads.cache(rows)))
-        want = project(*args, levels=levels)
-        return relative_error(native(codes[0]), want)
+        return relative_error(native(codes[0]), project(*args))
 
     return Prepared(
         [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in dense],
             "three_launches": [functools.partial(three, weight) for weight in codes],
-            "one_level": [functools.partial(native, weight, 0) for weight in codes],
+            "two_levels": [functools.partial(native, weight, BF16_ROWS) for weight in codes],
         },
         error,
         _TOLERANCE,
@@ -91,16 +88,14 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 def _fused_o_proj(rows: int, model: str) -> Prepared:
     """Output projection + bias, and the norm behind it, which adds the residual.
 
-    "one_level": with one level of few rows, too.
+    "two_levels": as the option linear_activations "bf16" serves few rows.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     k = heads.q * heads.dim
     dense, codes = _weights(hidden, k)
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
 
-    def native(
-        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
-    ) -> torch.Tensor:
+    def native(weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = 0) -> torch.Tensor:
         out = ops.fp8_linear(x, *weight, None, bias, True, bf16_rows)
         return ops.add_rms_norm_quant(out, residual, gain, EPS, None, False, True)[2]
 
@@ -110,14 +105,14 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
 
     def error() -> float:
         linear = get_kernel("torch", "fp8_linear")
-        want = linear(x, *codes[0], None, bias, False, BF16_ROWS) + residual
+        want = linear(x, *codes[0], None, bias, False) + residual
         return relative_error(native(codes[0]), want)
 
     return Prepared(
         [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, weight, residual.clone()) for weight in dense],
-            "one_level": [functools.partial(native, weight, 0) for weight in codes],
+            "two_levels": [functools.partial(native, weight, BF16_ROWS) for weight in codes],
         },
         error,
         _TOLERANCE,

@@ -41,7 +41,7 @@ _LAUNCHES = {
     ),
     (True, False): (
         Launch(32, 64, 4, 2, 3),
-        Launch(4, 32, 2, 5, 4),
+        Launch(8, 64, 4, 4, 3),
         Launch(1, 32, 2, 1, 4),
         Launch(1, 32, 2, 1, 4),
     ),
