@@ -161,7 +161,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "joined qkv 1": call(qkv, 1, 2880, 64, 8, 64),
     "joined qkv 8, two levels": call(qkv, 8, 2880, 64, 8, 64, True),
     **{f"o_proj {rows}, two levels": call(two_levels, rows, 2880, 4096) for rows in (1, 8)},
-    "lm_head 2, two levels": call(two_levels, 2, 201088, 2880),
+    **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),

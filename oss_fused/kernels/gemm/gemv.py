@@ -5,8 +5,11 @@ Codes become float16 pairs (exact), four products are summed in a float16 lane (
 sums are below 2^12 because activations are scaled by 2^-6), everything after that in float32.
 Each CTA takes ROWS_N weight rows and all of K, split over its threads in 16-byte pieces.
 
-gemv_linear takes bfloat16 or float16 activations: every CTA quantises them itself, while its
+Without scales it takes bfloat16 or float16 activations: every CTA quantises them itself, while its
 first weights are on their way, with the result of quantize_fp8 followed by the product.
+
+Two levels of a row (kernels/levels.py) are added before they are multiplied: float16 holds their
+eight significant bits, so a second level costs nothing but reading it.
 """
 
 from __future__ import annotations
@@ -48,6 +51,25 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 mul.rn.f16x2 $0, $0, factor;
 mul.rn.f16x2 $1, $1, factor;
+}
+""")
+# the same of both levels of activations: the second level times 2^-10
+_UNPACK_LEVELS = tl.constexpr("""
+{
+.reg .b16 low, high;
+.reg .b32 factor, sixteenth, left, right;
+mov.b32 factor, 0x24002400;
+mov.b32 sixteenth, 0x14001400;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+mov.b32 {low, high}, $3;
+cvt.rn.f16x2.e4m3x2 left, low;
+cvt.rn.f16x2.e4m3x2 right, high;
+mul.rn.f16x2 $0, $0, factor;
+mul.rn.f16x2 $1, $1, factor;
+fma.rn.f16x2 $0, left, sixteenth, $0;
+fma.rn.f16x2 $1, right, sixteenth, $1;
 }
 """)
 _DOT8 = tl.constexpr("""
@@ -166,6 +188,26 @@ def _dot_codes(x, w):
 
 
 @triton.jit
+def _dot_levels(first, second, w):
+    """As _dot_codes for x given in two levels."""
+    if INTERPRETED:
+        total = (byte_of(first, 0) + byte_of(second, 0) * 0.0625) * byte_of(w, 0)
+        for i in tl.static_range(1, 4):
+            total += (byte_of(first, i) + byte_of(second, i) * 0.0625) * byte_of(w, i)
+        return tl.sum(total, -1) * 0.015625
+    else:
+        x_low, x_high = tl.inline_asm_elementwise(
+            _UNPACK_LEVELS,
+            "=&r,=&r,r,r",
+            [first, second],
+            (tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return _dot_words(x_low, x_high, w)
+
+
+@triton.jit
 def _dot_pairs(x, w, inv, BF16: tl.constexpr):
     """As _dot_words for x given as words of two 16-bit floats [..., 8], quantised on the way."""
     shape: tl.constexpr = x.shape
@@ -235,6 +277,7 @@ def _gemv_kernel(
     A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
     BF16: tl.constexpr,
     ROWS_M: tl.constexpr,
     ROWS_N: tl.constexpr,
@@ -246,7 +289,7 @@ def _gemv_kernel(
     offs_m = tl.arange(0, ROWS_M)
     offs_w = tl.arange(0, BLOCK_W)
     rows_b = b + tl.minimum(offs_n, n - 1).to(tl.int64)[:, None] * stride_b
-    rows_a = a + tl.minimum(offs_m, m - 1)[:, None] * stride_a
+    rows_a = a + (tl.minimum(offs_m, m - 1) * LEVELS)[:, None] * stride_a
     wait_unless(PREFETCH)
     words = _load_weights(rows_b, offs_w, k_words)
     in_n = offs_n < n
@@ -270,6 +313,9 @@ def _gemv_kernel(
         words = _load_weights(rows_b, start + BLOCK_W + offs_w, k_words)
         if QUANTIZE:
             acc += _dot_pairs(x, current, inv, BF16)
+        elif LEVELS == 2:
+            second = _load_tokens(rows_a + stride_a, start + offs_x, k_words)
+            acc += _dot_levels(x, second.reshape(x.shape), current)
         else:
             acc += _dot_codes(x, current)
     total = tl.sum(acc, 2) * 64.0 * token * channel
@@ -285,48 +331,28 @@ def _gemv_kernel(
 def gemm_gemv(
     a: torch.Tensor,
     b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    rows_n: int = 4,
-    block_k: int = 1024,
-    num_warps: int = 2,
-    prefetch_weights: bool = False,
-) -> None:
-    """Launch for M <= MAX_ROWS; K and the row strides must be multiples of 16."""
-    _launch(a, b, a_scale, b_scale, bias, out, rows_n, block_k, num_warps, prefetch_weights)
-
-
-def gemv_linear(
-    x: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    rows_n: int = 4,
-    block_k: int = 1024,
-    num_warps: int = 2,
-    prefetch_weights: bool = False,
-) -> None:
-    """Launch with x [M, K] bfloat16 or float16, quantised per token in the kernel."""
-    _launch(x, b, None, b_scale, bias, out, rows_n, block_k, num_warps, prefetch_weights)
-
-
-def _launch(
-    a: torch.Tensor,
-    b: torch.Tensor,
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    rows_n: int,
-    block_k: int,
-    num_warps: int,
-    prefetch_weights: bool,
+    rows_n: int = 4,
+    block_k: int = 1024,
+    num_warps: int = 2,
+    prefetch_weights: bool = False,
+    levels: int = 1,
 ) -> None:
-    m, k = a.shape
-    n = b.shape[0]
+    """Launch for M <= MAX_ROWS; K and the row strides must be multiples of 16.
+
+    Args:
+        a: codes, ``levels`` rows for each row of ``out``; without ``a_scale`` bfloat16 or float16,
+            quantised per token in the kernel.
+        b, a_scale, b_scale, bias, out: of fp8_gemm.
+        rows_n, block_k, num_warps: weight rows and columns of a step, warps.
+        prefetch_weights: of fp8_gemm.
+        levels: of ``a``.
+    """
+    m, n = out.shape
+    k = a.shape[1]
     _gemv_kernel[(cdiv(n, rows_n),)](
         a.view(torch.int32),
         b.view(torch.int32),
@@ -342,6 +368,7 @@ def _launch(
         A_ROWS=a_scale is not None and a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         QUANTIZE=a_scale is None,
+        LEVELS=levels,
         BF16=a.dtype == torch.bfloat16,
         ROWS_M=next_power_of_2(m),
         ROWS_N=rows_n,

@@ -12,7 +12,7 @@ import torch
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import FP8, as_rows, check_dtype, has_aligned_rows
 from oss_fused.kernels.gemm.cublaslt import fits_cublaslt, gemm_cublaslt, runs_cublaslt
-from oss_fused.kernels.gemm.gemv import gemm_gemv, gemv_linear
+from oss_fused.kernels.gemm.gemv import gemm_gemv
 from oss_fused.kernels.gemm.portable import gemm_large, gemm_swap, gemm_tile
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.levels import has_two_levels, levels_of, sum_of_levels
@@ -108,13 +108,16 @@ def _two_level_gemm(
     prefetch_weights: bool,
 ) -> torch.Tensor:
     """The product of ``levels`` [2 M, K] in one launch where a kernel takes them, else in two."""
-    k, n = levels.shape[1], b.shape[0]
-    aligned = has_aligned_rows(levels) and has_aligned_rows(b)
-    if runs_gluon(b.device) and aligned and k % 16 == 0 and k > 0:
-        config = dict(tiles.two_level_tile(levels.shape[0], n))
-        config |= {"prefetch_weights": prefetch_weights, "levels": 2}
-        kernels(b.device)["stream"](levels, b, a_scale, b_scale, bias, out, **config)
-        return out
+    m, k, n = out.shape[0], levels.shape[1], b.shape[0]
+    if k % 16 == 0 and k > 0 and has_aligned_rows(levels) and has_aligned_rows(b):
+        config = _tile(b.device, m, n, k)
+        name = config.pop("kernel")
+        if runs_gluon(b.device) and (m > 1 or name != "gemv"):
+            name, config = "stream", dict(tiles.two_level_tile(2 * m, n))
+        if name in ("gemv", "stream"):
+            config |= {"prefetch_weights": prefetch_weights, "levels": 2}
+            kernels(b.device)[name](levels, b, a_scale, b_scale, bias, out, **config)
+            return out
     operands = (levels, b, a_scale, b_scale, bias, out.dtype)
     return sum_of_levels(fp8_gemm, *operands, prefetch_weights)
 
@@ -138,7 +141,7 @@ def fp8_linear(
         if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
             out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
             config["prefetch_weights"] = prefetch_weights
-            gemv_linear(rows, weight, weight_scale, bias, out, **config)
+            gemm_gemv(rows, weight, None, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
     if few:
         levels, scale = quantize_levels(rows)
