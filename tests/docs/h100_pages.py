@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.docs.readers import Passages, best, load, oss, profile, speedup, summary
+from tests.docs.readers import Passages, best, cell, load, oss, profile, speedup, summary
 
 _MODEL, _PLACE = "gpt_oss_20b", "h100"
 _BATCHES = (1, 8, 32, 128)
@@ -25,6 +25,7 @@ def readme() -> Passages:
         _row("{:.2f}", [oss(_MODEL, batch, 128, _PLACE) for batch in _BATCHES]),
         _row("**{:.2f}x**", _speedups(128)),
         ("context of 1024 tokens: {:.2f}x, {:.2f}x, {:.2f}x and {:.2f}x", _speedups(1024)),
+        ("the kernels take {:.2f} ms", [profile(1, "oss_fp8", _STEPS)["busy_us"] / 1e3]),
     ]
 
 
@@ -52,8 +53,14 @@ def decode() -> Passages:
         load(f"{folder}/results.json")["bandwidth"] / 1e12
         for folder in (_STEPS, f"h200/decode_{_MODEL}")
     ]
+    arms = cell(_MODEL, 1, 8192, _PLACE)["arms"]
+    rounds = [arms[arm][end] for arm in ("oss_fp8", "triton") for end in ("min", "max")]
+    prompts = load(f"{_STEPS}/results.json")["profiles"]
+    prefill = {p["arm"]: p["busy_us"] / 1e3 for p in prompts if not p["steps"]}
     return [
         *found,
+        ("took {:.1f} and {:.1f} ms, with Triton experts {:.1f} and {:.1f}.", rounds),
+        ("kernels take {:.1f} and {:.1f} ms", [prefill["oss_fp8"], prefill["triton"]]),
         ("copy bandwidth, {:.2f} TB/s (H200: {:.2f} TB/s)", bandwidths),
         ("took {:.2f}, {:.2f} and {:.2f} times", steps),
         ("Kernels took {:.2f}, {:.2f}, {:.2f} and {:.2f} times", kernels),

@@ -211,6 +211,11 @@ _ROUNDINGS = {
 _MIXES = {"(`W8A16`)": "w8a16", "nothing spared": "w8a8", "W8A16 and bf16": "policy"}
 
 
+def _kernel_us(batch: int, arm: str, name: str) -> float:
+    kernels = profile(batch, arm, "h200/decode_linear_activations")["kernels"]
+    return sum(k["us"] for k in kernels if k["name"] == f"{name}_kernel")
+
+
 def gemm() -> Passages:
     small, large = "kernels.gemm_small.speedup_", "kernels.gemm_large.speedup_"
     results = load("h200/kernels.json")["results"]
@@ -222,17 +227,21 @@ def gemm() -> Passages:
     cells = " | ".join(["{:.2f}"] * len(counts))
     picks = (("least", min), ("greatest", max))
     levels = "h200/decode_linear_activations"
-    busy = [profile(b, arm, levels)["busy_us"] for b in (1, 2, 8) for arm in ("two", "one")]
+    busy = {a: [profile(b, a, levels)["busy_us"] for b in (1, 2, 4, 8)] for a in ("fp8", "bf16")}
+    same = {a: [profile(b, a, levels)["busy_us"] for b in (128, 256)] for a in ("fp8", "bf16")}
+    noise = [100 * (two / one - 1) for one, two in zip(same["fp8"], same["bf16"])]
+    parts = ("_combine_norm", "_decode_attention", "_quantize_row", "_qkv")
+    extra = [_kernel_us(1, "bf16", part) - _kernel_us(1, "fp8", part) for part in parts]
+    costs = [100 * (two / one - 1) for one, two in zip(busy["fp8"], busy["bf16"])]
     texts = load("cpu/linear_activations.json")["texts"]
     divergences = [text["candidates"][i]["kl_divergence"] for i in (0, 1) for text in texts]
     return [
-        (
-            (
-                "take {:.0f} us instead of {:.0f} at one token, {:.0f} us instead of {:.0f} at 2, "
-                "and {:.0f} us instead of {:.0f} at 8"
-            ),
-            busy,
-        ),
+        ("| `fp8` | {:.0f} | {:.0f} | {:.0f} | {:.0f} |", busy["fp8"]),
+        ("| `bf16` | {:.0f} | {:.0f} | {:.0f} | {:.0f} |", busy["bf16"]),
+        ("| more | {:.1f} % | {:.1f} % | {:.1f} % | {:.1f} % |", costs),
+        ("differed by {:.1f} % and {:.1f} % in that run", noise),
+        ("experts ({:.0f} us), attention ({:.0f}), quantisation ({:.0f})", extra[:3]),
+        ("and the QKV projection ({:.0f})", extra[3:]),
         (
             "of {:.4f} and {:.4f} nats on two texts, FP8 activations {:.4f} and {:.4f}",
             divergences,
@@ -355,10 +364,22 @@ def tuning() -> Passages:
             for name in ("gated_mlp", "rmsnorm_rope")
         ),
     ]
+    shares = [row["share"] for row in load("h100/recovery.json")["results"]]
+    recovery, geomean = (
+        summary(f"tuning.h100_from_h200_recovery{end}") for end in ("", "_geomean")
+    )
+    assert min(shares) == recovery
+    tiles = load("h100/tiles.json")["results"]
+    found = [row for row in tiles if row["config"]]
     return [
         ("{:.1f} % for `matmul`", [100 * gains[0]]),
         ("{:.1f} % for `gated_mlp`", [100 * gains[1]]),
         ("{:.1f} % for `rmsnorm_rope`", [100 * gains[2]]),
+        (
+            "over {} shapes of gpt-oss-20b: {:.1f} % at worst, {:.1f} % in the geometric mean",
+            [len(shares), 100 * recovery, 100 * geomean],
+        ),
+        ("For {} of the {} shapes a tile saved", [len(found), len(tiles)]),
     ]
 
 

@@ -282,6 +282,17 @@ def decode() -> Passages:
             [before("exact", 1, 8192), before("triton", 1, 8192)],
         ),
         (
+            "32, 128 and 256 sequences: {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f}",
+            [profile(batch, "oss_fp8")["busy_us"] / 1e3 for batch in (1, 8, 32, 128, 256)],
+        ),
+        (
+            "run of the same day had {:.3f}, {:.3f}, {:.3f} and {:.3f} at 1, 8, 128 and 256",
+            [
+                profile(batch, "fp8", "h200/decode_linear_activations")["busy_us"] / 1e3
+                for batch in (1, 8, 128, 256)
+            ],
+        ),
+        (
             "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms, and {:.2f} to {:.2f}",
             [
                 profile(1, "oss_fp8")["busy_us"] / 1e3,
