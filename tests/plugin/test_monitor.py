@@ -299,6 +299,25 @@ def test_rows_of_each_operator(folder, strategy):
     assert watcher._counts == [5]
 
 
+def test_a_stopped_monitor_leaves_no_thread(folder):
+    from oss_fused.plugin.monitor.watch import Monitor
+
+    def alive() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "oss-fused-monitor"}
+
+    before = alive()
+    watcher = Monitor(1, rank=0)
+    for _ in range(2):
+        watcher.start()
+        watcher.start()
+        (thread,) = alive() - before
+        watcher.stop()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    watcher.stop()
+    assert watcher._queue.empty()
+
+
 @pytest.mark.serve
 def test_saturating_layer_is_served_in_16_bits_at_the_next_start(folder, policy, engine):
     options = {"oss_fused": {"monitor_every": 2, "monitor_policy": policy}}

@@ -66,7 +66,8 @@ class Monitor:
         self._index: dict[int, int] = {}
         self.statistics = Statistics([], [], rank)
         self._fallback: Fallback | None = None
-        self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any]] = queue.Queue()
+        # None ends the thread that reads it
+        self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any] | None] = queue.Queue()
 
     def watch(self, model: Any) -> None:
         """Find the layers of a loaded model; a second call, after a reload, finds them again."""
@@ -117,6 +118,8 @@ class Monitor:
 
     def stop(self) -> None:
         """Watch nothing any more."""
+        if self.serving:
+            self._queue.put(None)
         self.serving = self.sampling = False
         self._index = {}
         set_observer(None)
@@ -177,8 +180,7 @@ class Monitor:
         self.serving = True
 
     def _evaluate(self) -> None:
-        while True:
-            rows, counts, event = self._queue.get()
+        for rows, counts, event in iter(self._queue.get, None):
             if event is not None:
                 event.synchronize()
             try:
