@@ -13,22 +13,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docs import moe_page, other_pages, scaling_page, serving_pages
+from tests.docs import (
+    calibration_page,
+    decode_pages,
+    kernel_pages,
+    moe_page,
+    scaling_page,
+    serving_page,
+)
 from tests.docs.readers import ROOT, text_of
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 STATED = {
-    "README.md": serving_pages.readme,
-    "docs/decode.md": serving_pages.decode,
+    "README.md": decode_pages.readme,
+    "docs/decode.md": decode_pages.decode,
     "docs/moe.md": moe_page.moe,
     "docs/scaling.md": scaling_page.scaling,
-    "docs/serving.md": other_pages.serving,
-    "docs/calibration.md": other_pages.calibration,
-    "docs/gemm.md": other_pages.gemm,
-    "docs/kernels.md": other_pages.kernel_page,
-    "docs/operators.md": other_pages.operators,
-    "docs/tuning.md": other_pages.tuning,
-    "docs/analysis.md": other_pages.analysis,
+    "docs/serving.md": serving_page.serving,
+    "docs/calibration.md": calibration_page.calibration,
+    "docs/gemm.md": kernel_pages.gemm,
+    "docs/kernels.md": kernel_pages.kernel_page,
+    "docs/operators.md": kernel_pages.operators,
+    "docs/tuning.md": kernel_pages.tuning,
+    "docs/analysis.md": kernel_pages.analysis,
 }
 
 

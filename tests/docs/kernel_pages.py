@@ -1,219 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Passages of the other pages."""
+"""Passages of the pages on kernels: gemm.md, kernels.md, operators.md, tuning.md, analysis.md."""
 
 from __future__ import annotations
 
 import itertools
 
-from tests.docs import drafts_passages
 from tests.docs.readers import (
     Passages,
     flash,
     kernels,
-    left_of_nearest,
     library,
     load,
     operator,
     profile,
     summary,
-    texts,
 )
 
 
-def _kv_cache_times() -> Passages:
-    """Of gpt-oss-20b's shape: a row per context, and how far logits are apart."""
-    results = load("h200/kv_fp8.json")
-    times = {
-        (cell["context"], cell["batch"], cell["steps"] > 0): [
-            cell["arms"][name]["ms"] for name in ("bf16", "fp8")
-        ]
-        for cell in results["speed"]["cells"]
-    }
-    found: Passages = []
-    for context, batches in ((8192, (1, 8, 32)), (32768, (1, 8))):
-        steps = [ms for batch in batches for ms in times[context, batch, True]]
-        cells = " | ".join(["{:.3f} / {:.3f}"] * len(batches) + [""] * (3 - len(batches)))
-        row = f"step at {{:.0f}} positions | {cells} | {{:.1f}} / {{:.1f}} |"
-        found.append((row.replace("|  |", "| |"), [context, *steps, *times[context, 1, False]]))
-    quality = results["quality"]
-    kl = [row[kind]["kl"] for row in quality["fp8"]["prompts"] for kind in ("prefill", "decode")]
-    floor = [row["prefill_from_decode"]["kl"] for row in quality["bf16"]["prompts"]]
-    return [
-        *found,
-        ("bf16 cache is {:.4f} to {:.4f}", [min(kl), max(kl)]),
-        ("differs by {:.4f} to {:.4f}", [min(floor), max(floor)]),
-    ]
-
-
-def _kv_cache() -> Passages:
-    """FP8 against bf16 on text and keys, at two lengths."""
-    runs = {length: load(f"h200/kv_fp8_text_{length // 1024}k.json") for length in (8192, 32768)}
-    fp8 = [run["texts"][0]["candidates"][0] for run in runs.values()]
-    training = "trained for {:.0f} s to find", [load("h200/kv_fp8_training.json")["seconds"]]
-    found = [
-        (
-            f"keys found, {label} | {{:.0f}} % | {{:.0f}} % |",
-            [100 * run["needles"][place]["by_length"][str(n)] for n, run in runs.items()],
-        )
-        for place, label in enumerate(("bf16", "FP8"))
-    ]
-    return [
-        *_kv_cache_times(),
-        training,
-        ("windows of {:.0f} tokens | of {:.0f} tokens", list(runs)),
-        ("times bf16's | {:.4f} | {:.4f} |", [row["perplexity_factor"] for row in fp8]),
-        ("from bf16, nats | {:.4f} | {:.4f} |", [row["kl_divergence"] for row in fp8]),
-        *found,
-    ]
-
-
-def _newer_vllm() -> Passages:
-    cells = load("h200/decode_gpt_oss_20b_vllm_0.33/results.json")["cells"]
-    values = [
-        value
-        for cell in cells
-        for value in (*(cell["arms"][arm]["ms"] for arm in ("triton", "oss_fp8")), cell["speedup"])
-    ]
-    steps = " | ".join(["{:.2f} / {:.2f} ({:.2f}x)"] * 4)
-    return [(f"| {steps} | {{:.1f}} / {{:.1f}} ({{:.2f}}x) |", values)]
-
-
-def serving() -> Passages:
-    monitor = load("h200/monitor.json")
-    return [
-        *drafts_passages.drafts(),
-        *_newer_vllm(),
-        *_kv_cache(),
-        (
-            "a sample takes {:.1f} ms more than its step of {:.1f} ms",
-            [monitor["batch_32"]["sample_extra_ms"], monitor["batch_32"]["step_ms"]],
-        ),
-        (
-            "costs {:.2f} % of decode time at 32 requests and {:.2f} % at one request",
-            [
-                100 * monitor["batch_32"]["cost_share_at_every_2000"],
-                100 * monitor["batch_1"]["cost_share_at_every_2000"],
-            ],
-        ),
-        ("pays {:.2f} microseconds", [monitor["unsampled_step_us"]]),
-    ]
-
-
-def calibration() -> Passages:
-    found: Passages = []
-    for label, arm in _MIXES.items():
-        factors, kls = (
-            texts("smollm2_accuracy", arm, f) for f in ("perplexity_factor", "kl_divergence")
-        )
-        cells = " | ".join(["{:.4f} ({:.4f})"] * 3)
-        found.append((f"{label} | {cells} |", [x for pair in zip(factors, kls) for x in pair]))
-    found += four_texts()
-    prose, dialogue, code = texts("smollm2_quality", "oss_fp8")
-    time, small = load("cpu/smollm2_calibration_time.json"), load("cpu/smollm2_calibration.json")
-    large = load("h200/calibration_20b.json")
-    finetune = load("cpu/finetune_memory.json")
-    tiny = load("cpu/tiny_gpt_oss_quality.json")
-    wraps, statistics, english = texts("tiny_gpt_oss_quality", "tiny-fp8-2")
-    feedback = texts("tiny_gpt_oss_quality", "tiny-fp8-2", "kl_divergence")
-    nearest = [text["kl_divergence"] for text in tiny["experts_rounded_to_nearest"].values()]
-    gains = [100 * (1 - own / other) for own, other in zip(feedback, nearest, strict=True)]
-    return [
-        *found,
-        *finetuned(),
-        (
-            "{:.3f} on English prose, {:.3f} on dialogue, {:.3f} on source code",
-            [prose, dialogue, code],
-        ),
-        (
-            "{:.1f} minutes on two cores beside other work, and {:.1f} minutes",
-            [time["wall_minutes"], time["cpu_minutes_on_2_cores"]],
-        ),
-        (
-            "peak was {:.4f} GiB resident: {:.2f} GiB anonymous",
-            [small["peak_resident_gib"], small["peak_anonymous_gib"]],
-        ),
-        (
-            "takes {:.2f} GiB of host memory, or {:.2f} GiB",
-            [large["peak_anonymous_gib"], large["peak_resident_gib"]],
-        ),
-        (
-            "20b's shape took {:.2f} GiB of host memory",
-            [finetune["peak_anonymous_gib"]],
-        ),
-        ("One layer in float32 is {:.2f} GiB", [finetune["largest_layer_float32_gib"]]),
-        (
-            "{:.4f} on held-out modules (`statistics.py`; `textwrap.py` {:.4f})",
-            [statistics, wraps],
-        ),
-        ("and {:.4f} on English", [english]),
-        (
-            "takes {:.0f} s on one H200",
-            [large["seconds"]],
-        ),
-        (
-            "from {:.4f} to {:.4f}, {:.4f} to {:.4f} and {:.4f} to {:.4f} nats",
-            [x for pair in zip(nearest, feedback) for x in pair],
-        ),
-        (
-            "the KL divergence by {:.0f} to {:.0f} %",
-            [min(gains), max(gains)],
-        ),
-        (
-            "amax / 448, {:.0f} % would",
-            [100 * tiny["mxfp4_to_fp8"]["share_with_scales_of_amax_over_448"]],
-        ),
-    ]
-
-
-def four_texts() -> Passages:
-    """SmolLM2 with all weights in FP8: a row per share of them whose inputs stay in 16 bits."""
-    results = load("cpu/smollm2_four_texts.json")
-    found: Passages = [("its own, {:.0f} tokens of each", [results["task"]["max_tokens"]])]
-    for arm, shares in results["shares_of_weights"].items():
-        cells = zip(*(texts("smollm2_four_texts", arm, f) for f in _FACTOR_AND_KL))
-        form = "| {:.0f} % | " + " | ".join(["{:.4f} ({:.4f})"] * 4) + " |"
-        assert "BF16" not in shares
-        values = [100 * shares.get("W8A16", 0.0), *(x for pair in cells for x in pair)]
-        found.append((form, values))
-    return found
-
-
-def finetuned() -> Passages:
-    """Rounding to MXFP4: a row per arm of each model, and what is left of the divergence."""
-    found: Passages = []
-    models = load("cpu/finetune_mxfp4.json")["models"]
-    for measured in models.values():
-        arms = [measured["texts"][text]["arms"] for text in ("prose", "licence", "python")]
-        for arm, label in _ROUNDINGS.items():
-            values = [x for text in arms for x in _kl_and_factor(text[arm])]
-            found.append((f"| {label} | {' | '.join(['{:.4f} ({:.4f})'] * 3)} |", values))
-    for text in models["tuned"]["texts"].values():
-        assert text["arms"]["mse"] == text["arms"]["mse_base"]
-    forms = {
-        "feedback": "feedback leaves at most {:.2f} of the trained model's and {:.2f} of the fine",
-        "mse": "`mse` leaves {:.2f} and {:.2f}.",
-    }
-    shares = {arm: [left_of_nearest(arm, model) for model in models] for arm in forms}
-    return [*found, *((form, shares[arm]) for arm, form in forms.items())]
-
-
-def _kl_and_factor(figures: dict[str, float]) -> tuple[float, float]:
-    return figures["kl_divergence"], figures["perplexity_factor"]
-
-
-_FACTOR_AND_KL = ("perplexity_factor", "kl_divergence")
-_ROUNDINGS = {
-    "nearest": "`nearest`",
-    "mse": "`mse`",
-    "feedback": "`feedback`",
-    "everything": "`feedback`, FP8 attention and head",
-}
-_MIXES = {"(`W8A16`)": "w8a16", "nothing spared": "w8a8", "W8A16 and bf16": "policy"}
-
-
 def _kernel_us(batch: int, arm: str, name: str) -> float:
-    kernels = profile(batch, arm, "h200/decode_linear_activations")["kernels"]
-    return sum(k["us"] for k in kernels if k["name"] == f"{name}_kernel")
+    measured = profile(batch, arm, "h200/decode_linear_activations")["kernels"]
+    return sum(each["us"] for each in measured if each["name"] == f"{name}_kernel")
 
 
 def gemm() -> Passages:
