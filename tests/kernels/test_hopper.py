@@ -74,6 +74,19 @@ def test_large_batches_read_keys_and_values_once(case, compiled):
     assert kernel["products"] == 2 * kernel["transposed"] == head_dim // 8
 
 
+@pytest.mark.parametrize(
+    ("case", "product"),
+    [
+        ("lm_head 1, two levels", "_gemv_kernel"),
+        ("lm_head 2, two levels", "_gemm_stream_kernel"),
+        ("o_proj 1, two levels", "_gemm_stream_kernel"),
+    ],
+)
+def test_two_levels_are_one_product_of_the_fastest_kernel(case, product, compiled):
+    quantise, multiply = (kernel["name"] for kernel in compiled[case])
+    assert (quantise, multiply) == ("_quantize_row_kernel", product)
+
+
 def test_every_operation_of_triton_is_here():
     named = {name for name, each in OPERATIONS.items() if "triton" in each.modules}
     assert {f"example of {name}" for name in named - {*NOT_WITHOUT_A_GPU}} <= set(CASES)
