@@ -15,6 +15,7 @@ from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_f
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
+from oss_fused.kernels.moe.triton import down, encode, gate_up
 
 reference = get_kernel("torch", "moe_mxfp4")
 # bfloat16 outputs round at 2^-9; a sum in another order moves some of them by one step
@@ -247,3 +248,29 @@ def test_tiles_of_sorted_codes(device, hidden, inter, rows, fp8, kind):
         assert torch.equal(actual[1:], again[1:])
     exact = SAME_ARITHMETIC if stream else 2 * SAME_ARITHMETIC
     assert relative_error(actual[1:], expected[1:]) < (FP8_STEP if fp8 == 0 else exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "fp8", "kernel"), [(128, -1, "stream"), (300, 0, "stream"), (1000, -1, "large")]
+)
+@pytest.mark.parametrize(("hidden", "inter"), [(448, 416), (2880, 2880)])
+def test_products_of_a_routing_repeat(device, hidden, inter, tokens, fp8, kernel):
+    """Programs take units from a counter, which the last one sets back."""
+    if not runs_gluon(device):
+        pytest.skip("needs a Hopper GPU and Gluon")
+    layer = layer_of(hidden, inter, 8).to(device)
+    x, logits = inputs(device, tokens, hidden, 8)
+    levels = 1 if fp8 == 0 else 2
+    config = MoEConfig(128 // levels, Tile(1, 1, 4), Tile(1, 1, 4), False, **{kernel: True})
+    routing = encode(0.05 * x, logits, 2, True, None, 8, levels, config)
+    first = (*layer.packed13, layer.b13, hidden, 2, "swigluoai", x.dtype, levels)
+    second = (*layer.packed2, layer.b2, inter, x.dtype, config, False)
+    expected = None
+    for _ in range(3):
+        act, act_scale = gate_up(routing, *first, config)
+        rows = down(routing, act, act_scale, *second)
+        expected = rows if expected is None else expected
+        assert torch.equal(rows, expected) and rows.isfinite().all()
+        tiles = int((routing.tiles[:, 0] >= 0).sum())
+        assert routing.progress.tolist() == [tiles, 0, 0]

@@ -41,10 +41,16 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     return out
 
 
+def add_halves(a: Words, b: Words) -> Words:
+    """Sums of both float16 numbers of a word."""
+    return (a.view(np.float16) + b.view(np.float16)).view(np.uint32)
+
+
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
-    "shr.u32": lambda a, b: a >> b,
+    "add.rn.f16x2": add_halves,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
 }
@@ -54,15 +60,25 @@ def evaluate(asm: str, inputs: dict[str, Words]) -> dict[str, Words]:
     """All registers after the instructions of ``asm``."""
     registers = dict(inputs)
     like = next(iter(inputs.values()))
-    for line in re.findall(r"[^;{}]+;", asm):
-        name, rest = line.strip(" \n;").split(" ", 1)
+
+    def value(operand: str) -> Words:
+        if operand.startswith("{"):
+            low, high = (registers[half] for half in operand.strip("{}").split(","))
+            return low | high << np.uint32(16)
+        known = operand in registers
+        return registers[operand] if known else np.full_like(like, int(operand, 0))
+
+    body = asm[asm.index("{") + 1 : asm.rindex("}")]
+    for statement in body.split(";")[:-1]:
+        name, rest = statement.split(maxsplit=1)
         if name != ".reg":
-            target, *operands = rest.replace(" ", "").split(",")
-            values = [
-                registers[word] if word in registers else np.full_like(like, int(word, 0))
-                for word in operands
-            ]
-            registers[target] = INSTRUCTIONS[name](*values)
+            target, *operands = re.findall(r"{[^}]*}|[^,]+", rest.replace(" ", ""))
+            result = INSTRUCTIONS[name](*map(value, operands))
+            if target.startswith("{"):
+                low, high = target.strip("{}").split(",")
+                registers |= {low: result & np.uint32(0xFFFF), high: result >> np.uint32(16)}
+            else:
+                registers[target] = result
     return registers
 
 

@@ -41,7 +41,7 @@ _LAUNCHES = {
         Launch(1, 64, 2, 1, 4),
     ),
     (True, False): (
-        Launch(32, 64, 4, 2, 3),
+        Launch(32, 64, 4, 3, 3),
         Launch(8, 64, 4, 4, 3),
         Launch(1, 32, 2, 1, 4),
         Launch(1, 32, 2, 1, 4),

@@ -58,7 +58,7 @@ def norm_moe_norm(
     if tokens == 1:
         coded = empty_codes(x, 1, levels)
         _, residual, logits = add_rms_norm_router(*norm, coded)
-        routing = Routing(logits, None, None, None, logits, coded.codes, coded.scale)
+        routing = Routing(logits, None, None, None, logits, None, coded.codes, coded.scale)
     else:
         normed, residual, logits = add_rms_norm_router(*norm)
         routing = encode(normed, logits, top_k, renormalize, None, experts, levels, config)

@@ -7,6 +7,8 @@ moe/tile.py in which order columns lie.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -34,6 +36,17 @@ _ACTIVATE_ASM = gl.constexpr(
     }
     """
 )
+
+
+class ProductShape(NamedTuple):
+    """Weight rows and columns; codes of a row of the gated result, None with w2; levels; dtype of
+    the model."""
+
+    n: int
+    k: int
+    op: int | None
+    levels: int
+    dtype: gl.dtype
 
 
 @gluon.constexpr_function
@@ -83,6 +96,19 @@ def _result_layout(tokens, levels):
     registers = [[0, at] for at in inside] + [[32, 0]] + [[0, at] for at in beyond]
     lanes = [[0, at] for at in across] + [[1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, tokens])
+
+
+@gluon.constexpr_function
+def _stored_layout(tokens, levels):
+    """Codes [column, token], four adjacent columns a thread.
+
+    With two levels each warp has the columns of a result's warp: what it exchanges stays inside.
+    """
+    if levels == 1 or tokens < 16:
+        return gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    registers = [[1, 0], [2, 0]] + [[0, 1 << bit] for bit in range(4, tokens.bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [32, tokens])
 
 
 @gluon.jit
@@ -187,12 +213,12 @@ def store_codes(
     """Codes [P, LEVELS, OP] of the activation of gates and ups [32, tokens]."""
     TOKENS: gl.constexpr = gate.type.shape[1]
     act = _activate(gate, up)
+    stored: gl.constexpr = _stored_layout(TOKENS, LEVELS)
     if LEVELS == 2:
-        act = act.to(DTYPE).to(gl.float32)
+        # values of 16 bits take one exchange, the codes of both levels would take two
+        act = gl.convert_layout(act.to(DTYPE), stored).to(gl.float32)
     act *= 8.0
     first = act.to(gl.float8e4nv)
-    # four adjacent codes a thread
-    stored: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
     column = group * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
     rows = (begin + token).to(gl.int64) * (LEVELS * OP)
@@ -215,11 +241,19 @@ def store_codes(
 
 
 @gluon.jit
-def scaled(acc, words, shift, x_scale, begin, count, LEVELS: gl.constexpr):
-    """[row in memory, token] of [64, columns] products, with scales and bias.
+def token_scales(x_scale, begin, count, TOKENS: gl.constexpr, LEVELS: gl.constexpr):
+    """Scales of a tile's tokens, for ``scaled``; x_scale None is the static 1/8."""
+    layout: gl.constexpr = gl.SliceLayout(0, _result_layout(TOKENS, LEVELS))
+    if x_scale is None:
+        return gl.full([TOKENS], 0.125, gl.float32, layout=layout)
+    else:
+        token = gl.arange(0, TOKENS, layout)
+        return gl.load(x_scale + begin + token, mask=token < count, other=0.0)
 
-    x_scale None is the static 1/8.
-    """
+
+@gluon.jit
+def scaled(acc, words, shift, factors, LEVELS: gl.constexpr):
+    """[row in memory, token] of [64, columns] products, with scales and bias."""
     TOKENS: gl.constexpr = acc.type.shape[1] // LEVELS
     layout: gl.constexpr = _result_layout(TOKENS, LEVELS)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -230,11 +264,7 @@ def scaled(acc, words, shift, x_scale, begin, count, LEVELS: gl.constexpr):
     acc = acc.reshape([4, 2, 8, TOKENS]).permute((1, 0, 2, 3)).reshape([64, TOKENS])
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     acc *= gl.convert_layout(row_scale(words), rows, assert_trivial=True)[:, None]
-    if x_scale is None:
-        acc *= 0.125
-    else:
-        token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-        acc *= gl.load(x_scale + begin + token, mask=token < count, other=0.0)[None, :]
+    acc *= factors[None, :]
     if shift is not None:
         acc += gl.convert_layout(shift.to(gl.float32), rows, assert_trivial=True)[:, None]
     return acc

@@ -21,42 +21,63 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.moe.gluon_tile import load_chunk, row_scale, store_codes, unpack
+from oss_fused.kernels.moe.gluon_tile import (
+    ProductShape,
+    load_chunk,
+    row_scale,
+    store_codes,
+    unpack,
+)
 from oss_fused.kernels.moe.place import Routing
+from oss_fused.kernels.moe.units import (
+    announce,
+    announce_end,
+    announced,
+    ask_for_unit,
+    notes_of,
+    taken_unit,
+)
 from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot
 
 _STAGES = 5
 
 
 @gluon.jit
-def _load_tokens(
-    desc, ring, full, empty, tiles, n_tiles, units, K: gl.constexpr, LEVELS: gl.constexpr
-):
-    """The loading warp: every chunk of every tile of this program."""
-    STAGES: gl.constexpr = ring.type.shape[0]
+def _load_tokens(desc, ring, tiles, progress, units, SHAPE: gl.constexpr):
+    """The loading warp: every chunk of tokens of every unit that it takes."""
+    buffers, full, empty, notes = ring
+    STAGES: gl.constexpr = buffers.type.shape[0]
+    SECOND: gl.constexpr = SHAPE.op is None
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_for_inputs()
     start_next()
-    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
-        tile = index // units
-        if gl.load(tiles + tile * 3) >= 0:
-            begin = gl.load(tiles + tile * 3 + 1) * LEVELS
-            for start in range(0, K, 128):
-                mbarrier.wait(empty.index(slot), phase)
-                ready = full.index(slot)
-                mbarrier.expect(ready, desc.block_type.nbytes)
-                copy_box(desc, [begin, start], ready, ring.index(slot))
-                slot, phase = next_slot(slot, phase, STAGES)
+    total = gl.load(progress) * units
+    index = gl.program_id(0)
+    while index < total:
+        at = tiles + index // units * 3
+        begin = gl.load(at + 1)
+        mbarrier.wait(empty.index(slot), phase)
+        announce(notes.index(slot), index % units, gl.load(at), begin, gl.load(at + 2))
+        asked = ask_for_unit(progress, SECOND)
+        for start in range(0, SHAPE.k, 128):
+            mbarrier.wait(empty.index(slot), phase)
+            ready = full.index(slot)
+            mbarrier.expect(ready, desc.block_type.nbytes)
+            copy_box(desc, [begin * SHAPE.levels, start], ready, buffers.index(slot))
+            slot, phase = next_slot(slot, phase, STAGES)
+        index = taken_unit(asked, progress, total, SECOND)
+    mbarrier.wait(empty.index(slot), phase)
+    announce_end(notes.index(slot), full.index(slot))
 
 
 @gluon.jit
-def _issue(a, ring, slot, acc, COLUMNS: gl.constexpr):
+def _issue(a, buffers, slot, acc, COLUMNS: gl.constexpr):
     """Start the product of a chunk, and wait for the one before, which has other registers.
 
     Without a wait between the products ptxas makes each of them wait for its end.
     """
-    tokens = ring.index(slot).slice(0, COLUMNS, dim=0).permute((1, 0))
+    tokens = buffers.index(slot).slice(0, COLUMNS, dim=0).permute((1, 0))
     acc = warpgroup_mma(a, tokens, acc, is_async=True)
     return warpgroup_mma_wait(1, deps=[acc])
 
@@ -66,8 +87,6 @@ def _multiply(
     weight,
     words,
     ring,
-    full,
-    empty,
     slot,
     phase,
     K: gl.constexpr,
@@ -78,7 +97,8 @@ def _multiply(
 
     In steps of STEP chunks: within a step, a chunk is unpacked while the one before is multiplied.
     """
-    STAGES: gl.constexpr = ring.type.shape[0]
+    buffers, full, empty, _notes = ring
+    STAGES: gl.constexpr = buffers.type.shape[0]
     CHUNKS: gl.constexpr = (K + 127) // 128
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     packed, steps = load_chunk(weight, words, 0, K)
@@ -91,7 +111,7 @@ def _multiply(
             packed, steps = packed1, steps1
             packed1, steps1 = load_chunk(weight, words, start + chunk + 2, K)
             mbarrier.wait(full.index(slot), phase)
-            acc = _issue(a, ring, slot, acc, COLUMNS)
+            acc = _issue(a, buffers, slot, acc, COLUMNS)
             slot, phase = next_slot(slot, phase, STAGES)
         # nothing may run past this: the next weights take the registers of these
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -102,7 +122,7 @@ def _multiply(
         packed, steps = packed1, steps1
         packed1, steps1 = load_chunk(weight, words, chunk + 2, K)
         mbarrier.wait(full.index(slot), phase)
-        acc = _issue(a, ring, slot, acc, COLUMNS)
+        acc = _issue(a, buffers, slot, acc, COLUMNS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
@@ -110,20 +130,7 @@ def _multiply(
 
 
 @gluon.jit
-def _store_gated(
-    acc,
-    words,
-    x_scale,
-    bias,
-    out,
-    group,
-    begin,
-    count,
-    OP: gl.constexpr,
-    LAST: gl.constexpr,
-    LEVELS: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
+def _store_gated(acc, words, x_scale, bias, out, group, begin, count, SHAPE: gl.constexpr):
     """Clamped SwiGLU of [64, tokens] products; codes [P, LEVELS, OP] in the order of columns."""
     TOKENS: gl.constexpr = acc.type.shape[1]
     pairs = acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)).reshape([32, TOKENS, 2])
@@ -138,7 +145,8 @@ def _store_gated(
         shift = bias + 2 * (group * 32 + row)
         gate += gl.load(shift).to(gl.float32)[:, None]
         up += gl.load(shift + 1).to(gl.float32)[:, None]
-    store_codes(gate, up, out, group, begin, count, OP, LAST, LEVELS, DTYPE)
+    LAST: gl.constexpr = SHAPE.n // 64 - 1
+    store_codes(gate, up, out, group, begin, count, SHAPE.op, LAST, SHAPE.levels, SHAPE.dtype)
 
 
 @gluon.jit
@@ -163,128 +171,71 @@ def _store_rows(acc, words, x_scale, bias, out, group, begin, count, N: gl.const
 @gluon.jit
 def _compute_group(
     ring,
-    full,
-    empty,
     tensors,
     tile,
     group,
     slot,
     phase,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    OP: gl.constexpr,
-    LEVELS: gl.constexpr,
-    DTYPE: gl.constexpr,
+    SHAPE: gl.constexpr,
     COLUMNS: gl.constexpr,
     STEP: gl.constexpr,
 ):
     """Products of a row group with the first COLUMNS columns of a tile, stored."""
     x_scale, weight, weight_scale, bias, out = tensors
     expert, begin, count = tile
-    of_group = expert * (N // 64) + group
-    words = weight_scale + of_group * ((K + 127) // 128 * 64)
-    packed = weight + of_group * (8 * K)
-    acc, slot, phase = _multiply(packed, words, ring, full, empty, slot, phase, K, COLUMNS, STEP)
-    if LEVELS == 2:
+    of_group = expert * (SHAPE.n // 64) + group
+    words = weight_scale + of_group * ((SHAPE.k + 127) // 128 * 64)
+    packed = weight + of_group * (8 * SHAPE.k)
+    acc, slot, phase = _multiply(packed, words, ring, slot, phase, SHAPE.k, COLUMNS, STEP)
+    if SHAPE.levels == 2:
         first, second = gl.split(acc.reshape([64, COLUMNS // 2, 2]))
         acc = first + second * 0.0625
     shift = bias
     if bias is not None:
-        shift = bias + expert * N
-    if OP is None:
-        _store_rows(acc, words, x_scale, shift, out, group, begin, count, N)
+        shift = bias + expert * SHAPE.n
+    if SHAPE.op is None:
+        _store_rows(acc, words, x_scale, shift, out, group, begin, count, SHAPE.n)
     else:
-        LAST: gl.constexpr = N // 64 - 1
-        _store_gated(acc, words, x_scale, shift, out, group, begin, count, OP, LAST, LEVELS, DTYPE)
+        _store_gated(acc, words, x_scale, shift, out, group, begin, count, SHAPE)
     return slot, phase
 
 
 @gluon.jit
 def _consume(
-    work,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    OP: gl.constexpr,
-    LEVELS: gl.constexpr,
-    DTYPE: gl.constexpr,
-    NARROW: gl.constexpr,
-    STEP: gl.constexpr,
-    PART: gl.constexpr,
+    work, SHAPE: gl.constexpr, NARROW: gl.constexpr, STEP: gl.constexpr, PART: gl.constexpr
 ):
-    """A warpgroup: row group ``2 * unit + PART`` of every tile of this program.
+    """A warpgroup: row group ``2 * unit + PART`` of every announced unit.
 
     With NARROW, tiles of few tokens (mostly an expert's last) take a half or quarter of columns.
     """
-    ring, full, empty, tensors, tiles, n_tiles, units = work
-    TOKENS: gl.constexpr = ring.type.shape[1] // LEVELS
+    ring, tensors = work
+    buffers, full, _empty, notes = ring
+    COLUMNS: gl.constexpr = buffers.type.shape[1]
+    TOKENS: gl.constexpr = COLUMNS // SHAPE.levels
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
-    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
-        at = index // units
-        expert = gl.load(tiles + at * 3).to(gl.int64)
-        if expert >= 0:
-            count = gl.load(tiles + at * 3 + 2)
-            tile = (expert, gl.load(tiles + at * 3 + 1), count)
-            # of an odd number of groups the last is computed twice: same inputs, same values
-            group = gl.minimum(index % units * 2 + PART, N // 64 - 1)
-            if NARROW and (count <= TOKENS // 4):
-                slot, phase = _compute_group(
-                    ring,
-                    full,
-                    empty,
-                    tensors,
-                    tile,
-                    group,
-                    slot,
-                    phase,
-                    N,
-                    K,
-                    OP,
-                    LEVELS,
-                    DTYPE,
-                    ring.type.shape[1] // 4,
-                    STEP,
-                )
-            elif NARROW and (count <= TOKENS // 2):
-                slot, phase = _compute_group(
-                    ring,
-                    full,
-                    empty,
-                    tensors,
-                    tile,
-                    group,
-                    slot,
-                    phase,
-                    N,
-                    K,
-                    OP,
-                    LEVELS,
-                    DTYPE,
-                    ring.type.shape[1] // 2,
-                    STEP,
-                )
-            else:
-                slot, phase = _compute_group(
-                    ring,
-                    full,
-                    empty,
-                    tensors,
-                    tile,
-                    group,
-                    slot,
-                    phase,
-                    N,
-                    K,
-                    OP,
-                    LEVELS,
-                    DTYPE,
-                    ring.type.shape[1],
-                    STEP,
-                )
+    unit, expert, begin, count = announced(notes.index(slot), full.index(slot), phase)
+    while unit >= 0:
+        tile = (expert, begin, count)
+        # of an odd number of groups the last is computed twice: same inputs, same values
+        group = gl.minimum(unit * 2 + PART, SHAPE.n // 64 - 1)
+        if NARROW and (count <= TOKENS // 4):
+            slot, phase = _compute_group(
+                ring, tensors, tile, group, slot, phase, SHAPE, COLUMNS // 4, STEP
+            )
+        elif NARROW and (count <= TOKENS // 2):
+            slot, phase = _compute_group(
+                ring, tensors, tile, group, slot, phase, SHAPE, COLUMNS // 2, STEP
+            )
+        else:
+            slot, phase = _compute_group(
+                ring, tensors, tile, group, slot, phase, SHAPE, COLUMNS, STEP
+            )
+        unit, expert, begin, count = announced(notes.index(slot), full.index(slot), phase)
 
 
-@gluon.jit(do_not_specialize=["n_tiles"])
+@gluon.jit
 def _large_kernel(
     desc,
     x_scale,
@@ -293,19 +244,15 @@ def _large_kernel(
     bias,
     out,
     tiles,
-    n_tiles,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    OP: gl.constexpr,
-    LEVELS: gl.constexpr,
-    DTYPE: gl.constexpr,
+    progress,
+    SHAPE: gl.constexpr,
     NARROW: gl.constexpr,
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Products of sorted rows with w13, gated (OP codes a row), or with w2 (OP None)."""
-    units: gl.constexpr = (N // 64 + 1) // 2
-    ring = gl.allocate_shared_memory(
+    """Products of sorted rows with w13, gated, or with w2."""
+    units: gl.constexpr = (SHAPE.n // 64 + 1) // 2
+    buffers = gl.allocate_shared_memory(
         desc.dtype, [STAGES, desc.block_type.shape[0], 128], desc.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -313,13 +260,13 @@ def _large_kernel(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    tensors = (x_scale, weight, weight_scale, bias, out)
-    work = (ring, full, empty, tensors, tiles, n_tiles, units)
+    ring = (buffers, full, empty, notes_of(STAGES))
+    work = (ring, (x_scale, weight, weight_scale, bias, out))
     gl.warp_specialize(
         [
-            (_consume, (work, N, K, OP, LEVELS, DTYPE, NARROW, STEP, 0)),
-            (_consume, (work, N, K, OP, LEVELS, DTYPE, NARROW, STEP, 1)),
-            (_load_tokens, (desc, ring, full, empty, tiles, n_tiles, units, K, LEVELS)),
+            (_consume, (work, SHAPE, NARROW, STEP, 0)),
+            (_consume, (work, SHAPE, NARROW, STEP, 1)),
+            (_load_tokens, (desc, ring, tiles, progress, units, SHAPE)),
         ],
         [4, 1],
         [240, 24],
@@ -356,6 +303,9 @@ def large_product(
     """
     pairs, levels, padded = codes.shape
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
+    act = out.shape[2] if out.dim() == 3 else None
+    half = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    shape = ProductShape(width, inner, act, levels, half)
     programs = min(multiprocessors(codes.device), n_tiles * cdiv(width // 64, 2))
     _large_kernel[(programs,)](
         descriptor(codes.view(pairs * levels, padded), rows * levels, 128),
@@ -365,12 +315,8 @@ def large_product(
         bias,
         out,
         routing.tiles,
-        n_tiles,
-        N=width,
-        K=inner,
-        OP=out.shape[2] if out.dim() == 3 else None,
-        LEVELS=levels,
-        DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
+        routing.progress,
+        SHAPE=shape,
         NARROW=few_tiles or levels == 1,
         STEP=2 if few_tiles else 1,
         STAGES=_STAGES,

@@ -31,11 +31,12 @@ class Routing(NamedTuple):
 
     topk_weights [T, top_k] float32 and topk_ids [T, top_k] int32 (global); order [P] int32 is the
     pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
-    tiles [M, 3] int32 (local expert or -1, first position, rows); codes [T, levels, KP] e4m3 and
+    tiles [M, 3] int32 (local expert or -1, first position, rows); progress [3] int32 as in
+    moe/units.py; codes [T, levels, KP] e4m3 and
     scale [T] float32 are x, or None where no x was given.
 
     One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
-    and ids, order and place are None.
+    and ids, order, place and progress are None.
     """
 
     topk_weights: torch.Tensor
@@ -43,6 +44,7 @@ class Routing(NamedTuple):
     order: Any
     place: Any
     tiles: torch.Tensor
+    progress: Any
     codes: torch.Tensor | None
     scale: torch.Tensor | None
 
@@ -93,13 +95,18 @@ def place_pairs(chosen, here, base, routing, first, n_tokens, SHAPE: tl.constexp
 
 
 @triton.jit
-def list_tiles(counts, starts, expert_map, tiles, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
-    """Store (expert, first position, rows) of every tile; unused entries get expert -1."""
+def list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
+    """Store (expert, first position, rows) of every tile; unused entries get expert -1.
+
+    Their number is the beginning of ``progress``.
+    """
     EP: tl.constexpr = SHAPE.padded_experts
     ROWS: tl.constexpr = SHAPE.rows
     expert = tl.arange(0, EP)
     per_expert = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(per_expert, 0)
+    tl.store(routing.progress, tl.sum(per_expert, 0))
+    tl.store(routing.progress + 1 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     for at in range(0, n_tiles, BM):
         tile = at + tl.arange(0, BM)
         owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
@@ -111,9 +118,10 @@ def list_tiles(counts, starts, expert_map, tiles, n_tiles, SHAPE: tl.constexpr, 
         owned = owner < EP
         if expert_map is not None:
             owner = tl.load(expert_map + owner, mask=owned, other=-1)
-        tl.store(tiles + tile * 3, tl.where(owned, owner, -1), mask=mask)
-        tl.store(tiles + tile * 3 + 1, begin, mask=mask)
-        tl.store(tiles + tile * 3 + 2, tl.minimum(count, ROWS), mask=mask)
+        at_tile = routing.tiles + tile * 3
+        tl.store(at_tile, tl.where(owned, owner, -1), mask=mask)
+        tl.store(at_tile + 1, begin, mask=mask)
+        tl.store(at_tile + 2, tl.minimum(count, ROWS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
@@ -147,7 +155,7 @@ def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.cons
     here &= (local_ids(expert_map, SHAPE) >= 0)[None, :]
     place_pairs(chosen, here, start + before, routing, first, n_tokens, SHAPE)
     if pid == 0:
-        list_tiles(total, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
+        list_tiles(total, start, expert_map, routing, n_tiles, SHAPE, 64)
 
 
 @triton.jit
@@ -180,7 +188,7 @@ def _count_and_list(
     starts = tl.cumsum(counts, 0) - counts
     # few registers: the programs that encode get as many
     BM: tl.constexpr = 64 if EP <= 64 else 4096 // EP if EP <= 4096 else 1
-    list_tiles(counts, starts, expert_map, routing.tiles, n_tiles, SHAPE, BM)
+    list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE, BM)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SING
         if pid == 0:
             place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
         else:
-            list_tiles(count, start, expert_map, routing.tiles, n_tiles, SHAPE, 64)
+            list_tiles(count, start, expert_map, routing, n_tiles, SHAPE, 64)
     elif counts is not None:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
@@ -236,11 +236,12 @@ def _empty_routing(router_logits: torch.Tensor, top_k: int, n_tiles: int) -> Rou
     pairs = tokens * top_k
     # every part starts at 16 bytes: Triton compiles anew for a pointer that does not
     part = -(-pairs // 4) * 4
-    integers = torch.empty(3 * part + 3 * n_tiles, dtype=torch.int32, device=device)
+    integers = torch.empty(4 + 3 * part + 3 * n_tiles, dtype=torch.int32, device=device)
+    progress, integers = integers[:3], integers[4:]
     ids, order, place = (integers[i * part : i * part + pairs] for i in range(3))
     tiles = integers[3 * part :].view(n_tiles, 3)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    return Routing(weights, ids.view(tokens, top_k), order, place, tiles, None, None)
+    return Routing(weights, ids.view(tokens, top_k), order, place, tiles, progress, None, None)
 
 
 def moe_route(

@@ -11,8 +11,6 @@ which order columns lie.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,22 +24,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.gluon_tile import (
+    ProductShape,
     load_chunk,
     scaled,
     step_layout,
     store_codes,
     store_rows,
+    token_scales,
     unpack,
     unpack_copied,
 )
 from oss_fused.kernels.moe.place import Routing
-from oss_fused.kernels.pipeline import (
-    copy_box,
-    descriptor,
-    next_slot,
-    ring_stages,
-    sums_layout,
+from oss_fused.kernels.moe.units import (
+    announce,
+    announce_end,
+    announced,
+    ask_for_unit,
+    notes_of,
+    taken_unit,
 )
+from oss_fused.kernels.pipeline import copy_box, descriptor, next_slot, ring_stages, sums_layout
 
 # packed weights and scale words of a group's chunk
 _CHUNK_BYTES = 64 * 64 + 64 * 4
@@ -51,23 +53,12 @@ _BOXES = 4
 _OTHER_BYTES = 12 * 1024
 
 
-class _Shape(NamedTuple):
-    """Weight rows and columns; codes of a row of the gated result, None with w2; levels; dtype of
-    the model."""
-
-    n: int
-    k: int
-    op: int | None
-    levels: int
-    dtype: gl.dtype
-
-
 @gluon.jit
 def _request(descs, ring, place, tile, unit, SHAPE: gl.constexpr, WITH_WEIGHTS: gl.constexpr):
     """One chunk into its slot: a tile's codes in as many boxes as they take, the groups' weights
     and scale words."""
     w_desc, s_desc, x_desc = descs
-    weights, words, codes, full, _empty = ring
+    weights, words, codes, full, _empty, _notes = ring
     slot, chunk = place
     expert, begin, boxes = tile
     STAGES: gl.constexpr = codes.type.shape[0]
@@ -94,31 +85,41 @@ def _request(descs, ring, place, tile, unit, SHAPE: gl.constexpr, WITH_WEIGHTS: 
 
 
 @gluon.jit
-def _load(descs, ring, tiles, n_tiles, units, SHAPE: gl.constexpr):
-    """The loading warp: every chunk of every unit of this program, once a slot is free."""
+def _load(descs, ring, tiles, progress, units, SHAPE: gl.constexpr):
+    """The loading warp: every chunk of every unit that it takes, once a slot is free."""
     STAGES: gl.constexpr = ring[2].type.shape[0]
     BOX: gl.constexpr = descs[2].block_type.shape[0] // SHAPE.levels
     WHOLE: gl.constexpr = SHAPE.k // 128
-    empty = ring[4]
+    SECOND: gl.constexpr = SHAPE.op is None
+    empty, notes = ring[4], ring[5]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_for_inputs()
     start_next()
-    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
+    total = gl.load(progress) * units
+    index = gl.program_id(0)
+    while index < total:
         at = tiles + index // units * 3
-        unit = index % units
         expert = gl.load(at)
-        if expert >= 0:
-            tile = (expert, gl.load(at + 1), (gl.load(at + 2) + BOX - 1) // BOX)
-            for chunk in range(WHOLE):
-                mbarrier.wait(empty.index(slot), phase)
-                _request(descs, ring, (slot, chunk), tile, unit, SHAPE, True)
-                slot, phase = next_slot(slot, phase, STAGES)
-            if SHAPE.k > WHOLE * 128:
-                # the consumers load the weights of a chunk that is not whole themselves
-                mbarrier.wait(empty.index(slot), phase)
-                _request(descs, ring, (slot, WHOLE), tile, unit, SHAPE, False)
-                slot, phase = next_slot(slot, phase, STAGES)
+        begin = gl.load(at + 1)
+        count = gl.load(at + 2)
+        tile = (expert, begin, (count + BOX - 1) // BOX)
+        unit = index % units
+        mbarrier.wait(empty.index(slot), phase)
+        announce(notes.index(slot), unit, expert, begin, count)
+        asked = ask_for_unit(progress, SECOND)
+        for chunk in range(WHOLE):
+            mbarrier.wait(empty.index(slot), phase)
+            _request(descs, ring, (slot, chunk), tile, unit, SHAPE, True)
+            slot, phase = next_slot(slot, phase, STAGES)
+        if SHAPE.k > WHOLE * 128:
+            # the consumers load the weights of a chunk that is not whole themselves
+            mbarrier.wait(empty.index(slot), phase)
+            _request(descs, ring, (slot, WHOLE), tile, unit, SHAPE, False)
+            slot, phase = next_slot(slot, phase, STAGES)
+        index = taken_unit(asked, progress, total, SECOND)
+    mbarrier.wait(empty.index(slot), phase)
+    announce_end(notes.index(slot), ring[3].index(slot))
 
 
 @gluon.jit
@@ -148,18 +149,22 @@ def _add(a, codes, sums, C0: gl.constexpr, C1: gl.constexpr):
 def _multiply(
     weight,
     words,
+    x_scale,
     ring,
+    tile,
     slot,
     phase,
-    K: gl.constexpr,
+    SHAPE: gl.constexpr,
     PART: gl.constexpr,
     C0: gl.constexpr,
     C1: gl.constexpr,
 ):
-    """Products [64, C0] and [64, C1] over all of K, and the ring's next slot and phase."""
+    """Products [64, C0] and [64, C1] over all of K, scales of the first one's tokens, and the
+    ring's next slot and phase."""
     codes, full, empty = ring[2], ring[3], ring[4]
     STAGES: gl.constexpr = codes.type.shape[0]
     GROUPS: gl.constexpr = ring[0].type.shape[0] // STAGES
+    K: gl.constexpr = SHAPE.k
     WHOLE: gl.constexpr = K // 128
     product: gl.constexpr = sums_layout(C0, 8)
     if WHOLE * 128 < K:
@@ -173,19 +178,20 @@ def _multiply(
         sums = _add(a, codes.index(slot), sums, C0, C1)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
+    factors = token_scales(x_scale, tile[1], tile[2], C0 // SHAPE.levels, SHAPE.levels)
     if WHOLE * 128 < K:
         a = unpack(tail, tail_steps, product)
         mbarrier.wait(full.index(slot), phase)
         sums = _add(a, codes.index(slot), sums, C0, C1)
         mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, STAGES)
-    return sums, slot, phase
+    return sums, factors, slot, phase
 
 
 @gluon.jit
-def _finish(acc, words, shift, x_scale, out, group, begin, count, SHAPE: gl.constexpr):
+def _finish(acc, words, shift, factors, out, group, begin, count, SHAPE: gl.constexpr):
     """Scale, shift and store the products of one group."""
-    acc = scaled(acc, words, shift, x_scale, begin, count, SHAPE.levels)
+    acc = scaled(acc, words, shift, factors, SHAPE.levels)
     if SHAPE.op is None:
         store_rows(acc, out, group, begin, count, SHAPE.n)
     else:
@@ -222,60 +228,55 @@ def _compute_group(
         # with w13 a group holds 32 gates, then their ups
         column = row if SHAPE.op is None else row % 32 * 2 + row // 32
         shift = gl.load(bias + expert * SHAPE.n + group * 64 + column)
-    sums, slot, phase = _multiply(packed, words, ring, slot, phase, SHAPE.k, PART, C0, C1)
-    _finish(sums[0], first_words, shift, x_scale, out, group, begin, count, SHAPE)
+    sums, factors, slot, phase = _multiply(
+        packed, words, x_scale, ring, tile, slot, phase, SHAPE, PART, C0, C1
+    )
+    _finish(sums[0], first_words, shift, factors, out, group, begin, count, SHAPE)
     if C1 > 0:
         begin += C0 // SHAPE.levels
         count -= C0 // SHAPE.levels
-        _finish(sums[1], first_words, shift, x_scale, out, group, begin, count, SHAPE)
+        factors = token_scales(x_scale, begin, count, C1 // SHAPE.levels, SHAPE.levels)
+        _finish(sums[1], first_words, shift, factors, out, group, begin, count, SHAPE)
     return slot, phase
 
 
 @gluon.jit
 def _consume(work, SHAPE: gl.constexpr, NARROW: gl.constexpr, PART: gl.constexpr):
-    """A consumer: row group ``CONSUMERS * unit + PART`` of every unit of this program.
+    """A consumer: row group ``CONSUMERS * unit + PART`` of every announced unit.
 
     With NARROW, tiles of few tokens take half of the columns, or three quarters.
     """
-    ring, tensors, tiles, n_tiles, units = work
+    ring, tensors = work
+    full, notes = ring[3], ring[5]
     CONSUMERS: gl.constexpr = ring[0].type.shape[0] // ring[2].type.shape[0]
     C: gl.constexpr = ring[2].type.shape[1]
     QUARTER: gl.constexpr = C // SHAPE.levels // 4
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
-    for index in range(gl.program_id(0), n_tiles * units, gl.num_programs(0)):
-        at = tiles + index // units * 3
-        expert = gl.load(at).to(gl.int64)
-        if expert >= 0:
-            count = gl.load(at + 2)
-            tile = (expert, gl.load(at + 1), count)
-            # of groups that are not there the last is computed again: same inputs, same values
-            group = gl.minimum(index % units * CONSUMERS + PART, SHAPE.n // 64 - 1)
-            if NARROW and (count <= 2 * QUARTER):
-                slot, phase = _compute_group(
-                    ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, 0
-                )
-            elif NARROW and (count <= 3 * QUARTER):
-                slot, phase = _compute_group(
-                    ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, C // 4
-                )
-            else:
-                slot, phase = _compute_group(
-                    ring, tensors, tile, group, slot, phase, SHAPE, PART, C, 0
-                )
+    unit, expert, begin, count = announced(notes.index(slot), full.index(slot), phase)
+    while unit >= 0:
+        tile = (expert, begin, count)
+        # of groups that are not there the last is computed again: same inputs, same values
+        group = gl.minimum(unit * CONSUMERS + PART, SHAPE.n // 64 - 1)
+        if NARROW and (count <= 2 * QUARTER):
+            slot, phase = _compute_group(
+                ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, 0
+            )
+        elif NARROW and (count <= 3 * QUARTER):
+            slot, phase = _compute_group(
+                ring, tensors, tile, group, slot, phase, SHAPE, PART, C // 2, C // 4
+            )
+        else:
+            slot, phase = _compute_group(ring, tensors, tile, group, slot, phase, SHAPE, PART, C, 0)
+        unit, expert, begin, count = announced(notes.index(slot), full.index(slot), phase)
 
 
 @gluon.jit
-def _make_ring(
-    w_desc,
-    s_desc,
-    x_desc,
-    STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):
-    """Packed weights, scale words, codes; barriers between the loading warp and the consumers."""
+def _make_ring(descs, STAGES: gl.constexpr, COLUMNS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Packed weights, scale words, codes; barriers between the loading warp and the consumers;
+    what says to which unit chunks belong."""
+    w_desc, s_desc, x_desc = descs
     PLACES: gl.constexpr = STAGES * CONSUMERS
     weights = gl.allocate_shared_memory(w_desc.dtype, [PLACES, 32, 32], w_desc.layout)
     words = gl.allocate_shared_memory(s_desc.dtype, [PLACES, 2, 32], s_desc.layout)
@@ -286,10 +287,10 @@ def _make_ring(
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return weights, words, codes, full, empty
+    return weights, words, codes, full, empty, notes_of(STAGES)
 
 
-@gluon.jit(do_not_specialize=["n_tiles"])
+@gluon.jit
 def _stream_kernel(
     w_desc,
     s_desc,
@@ -300,7 +301,7 @@ def _stream_kernel(
     bias,
     out,
     tiles,
-    n_tiles,
+    progress,
     SHAPE: gl.constexpr,
     NARROW: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -309,16 +310,16 @@ def _stream_kernel(
 ):
     """Products of sorted rows with w13, gated, or with w2."""
     units: gl.constexpr = (SHAPE.n // 64 + CONSUMERS - 1) // CONSUMERS
-    ring = _make_ring(w_desc, s_desc, x_desc, STAGES, COLUMNS, CONSUMERS)
     descs = (w_desc, s_desc, x_desc)
-    work = (ring, (x_scale, weight, weight_scale, bias, out), tiles, n_tiles, units)
+    ring = _make_ring(descs, STAGES, COLUMNS, CONSUMERS)
+    work = (ring, (x_scale, weight, weight_scale, bias, out))
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
                 (_consume, (work, SHAPE, NARROW, 0)),
                 (_consume, (work, SHAPE, NARROW, 1)),
                 (_consume, (work, SHAPE, NARROW, 2)),
-                (_load, (descs, ring, tiles, n_tiles, units, SHAPE)),
+                (_load, (descs, ring, tiles, progress, units, SHAPE)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -330,7 +331,7 @@ def _stream_kernel(
                 (_consume, (work, SHAPE, NARROW, 1)),
                 (_consume, (work, SHAPE, NARROW, 2)),
                 (_consume, (work, SHAPE, NARROW, 3)),
-                (_load, (descs, ring, tiles, n_tiles, units, SHAPE)),
+                (_load, (descs, ring, tiles, progress, units, SHAPE)),
             ],
             [4, 4, 4, 1],
             [112, 112, 112, 32],
@@ -384,8 +385,8 @@ def stream_product(
         bias,
         out,
         routing.tiles,
-        n_tiles,
-        SHAPE=_Shape(width, inner, act, levels, half),
+        routing.progress,
+        SHAPE=ProductShape(width, inner, act, levels, half),
         NARROW=narrow,
         COLUMNS=rows * levels,
         CONSUMERS=consumers,

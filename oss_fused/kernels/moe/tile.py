@@ -22,15 +22,21 @@ from oss_fused.kernels.numerics import INTERPRETED, finished, from_fp8
 # e4m3 codes of 2^-5 * (0, 0.5, 1, 1.5) and of 2^-5 * (2, 3, 4, 6), lowest byte first
 UNPACK_TABLE = tl.constexpr((0x14100800, 0x24201C18))
 
-# $2: eight nibbles; $3, $7: the table (each given four times, once per packed byte)
+# $2: eight nibbles; $3, $7: the table (each given four times, once per packed byte). The upper
+# selectors come down by adding -0 to a float16, which a nibble below 8 keeps from being Inf or
+# NaN: shifts, logic and PRMT share a unit of half rate, this addition has another of full rate.
 UNPACK_ASM = tl.constexpr(
     """
     {
-    .reg .b32 sel, mag, neg;
+    .reg .b32 sel, mag, neg, zero;
+    .reg .b16 lower, upper;
+    mov.b32 zero, 0x80008000;
     and.b32 sel, $2, 0x77777777;
     prmt.b32 mag, $3, $7, sel;
     lop3.b32 $0, mag, $2, 0x80808080, 0xF8;
-    shr.u32 sel, sel, 16;
+    mov.b32 {lower, upper}, sel;
+    mov.b32 sel, {upper, upper};
+    add.rn.f16x2 sel, sel, zero;
     prmt.b32 mag, $3, $7, sel;
     shl.b32 neg, $2, 4;
     lop3.b32 $1, mag, neg, 0x80808080, 0xF8;
