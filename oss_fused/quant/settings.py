@@ -70,8 +70,8 @@ class ServingOptions(BaseModel):
             where they measure faster, "native" always, "vllm" never.
         expert_activations: of native MXFP4 experts: "bf16" keeps them, "fp8" quantises them in
             steps of 256 tokens and more, "auto" in steps of 512 and more.
-        linear_activations: of FP8 linear layers that quantise per token: "fp8" has one level of
-            codes, "bf16" two, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU.
+        linear_activations: of FP8 linear layers that quantise per token: "bf16" has two levels of
+            codes, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU, "fp8" one.
         attention_kernels: "auto" runs decode attention, and prompts in short windows, in native
             kernels where they apply; "vllm" leaves all attention to vLLM's backend.
         fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,
@@ -93,7 +93,7 @@ class ServingOptions(BaseModel):
 
     expert_kernels: Literal["auto", "native", "vllm"] = "auto"
     expert_activations: Literal["auto", "bf16", "fp8"] = "auto"
-    linear_activations: Literal["fp8", "bf16"] = "fp8"
+    linear_activations: Literal["bf16", "fp8"] = "bf16"
     attention_kernels: Literal["auto", "vllm"] = "auto"
     fused_layers: bool = True
     short_step: bool = True

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 _OPTION = "--additional-config"
 # of linear layers under oss_fp8, by the option linear_activations
 _LINEAR = {
-    "": "",
     "fp8": "",
     "bf16": ", these in bf16 precision in steps of at most 8 tokens",
 }
@@ -31,7 +30,7 @@ def describe_arithmetic(flags: Sequence[str], mxfp4: bool) -> str:
     method = _value(flags, "--quantization") or _value(flags, "-q")
     if method == "oss_fp8":
         text = "linear layers: FP8 weights and activations"
-        text += _LINEAR[_option(flags, "linear_activations")]
+        text += _LINEAR[_option(flags, "linear_activations") or "bf16"]
         if mxfp4:
             choice = _option(flags, "expert_activations")
             text += f"; MXFP4 experts: activations in {_EXPERTS[choice or 'auto']}"

@@ -7,7 +7,8 @@ import pytest
 from harness.arithmetic import describe_arithmetic
 
 _OSS = ["--quantization", "oss_fp8"]
-_LINEAR = "linear layers: FP8 weights and activations"
+_FP8 = "linear layers: FP8 weights and activations"
+_LINEAR = f"{_FP8}, these in bf16 precision in steps of at most 8 tokens"
 _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
 
 
@@ -36,11 +37,10 @@ def test_arithmetic_of_an_arm(flags, mxfp4, expected):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--additional-config", '{"oss_fused": {"linear_activations": "bf16"}}'],
-        ["--additional-config.oss_fused.linear_activations=bf16"],
+        ["--additional-config", '{"oss_fused": {"linear_activations": "fp8"}}'],
+        ["--additional-config.oss_fused.linear_activations=fp8"],
     ],
 )
-def test_linear_layers_in_bf16_precision(flags):
-    text = f"{_LINEAR}, these in bf16 precision in steps of at most 8 tokens"
-    assert describe_arithmetic([*_OSS, *flags], False) == text
-    assert describe_arithmetic([*_OSS, *flags], True).startswith(f"{text}; MXFP4 experts:")
+def test_precision_of_linear_layers(flags):
+    assert describe_arithmetic([*_OSS, *flags], False) == _FP8
+    assert describe_arithmetic([*_OSS, *flags], True).startswith(f"{_FP8}; MXFP4 experts:")

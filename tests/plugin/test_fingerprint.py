@@ -80,7 +80,7 @@ def test_the_key_follows_version_variables_and_options(monkeypatch):
     before = key(lm_head=True)
     assert before == key(lm_head=True)
     changed = [key(lm_head=False), key(lm_head=True, fused_layers=False)]
-    changed.append(key(lm_head=True, linear_activations="bf16"))
+    changed.append(key(lm_head=True, linear_activations="fp8"))
     monkeypatch.setenv("OSS_FUSED_BACKEND", "torch")
     changed.append(key(lm_head=True))
     monkeypatch.delenv("OSS_FUSED_BACKEND")

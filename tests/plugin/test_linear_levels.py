@@ -29,6 +29,7 @@ from oss_fused.quant.settings import OnlineOptions, online, with_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 N, K, BF16 = 48, 256, torch.bfloat16
+# the default
 TWO_LEVELS = {"linear_activations": "bf16"}
 
 
@@ -94,7 +95,7 @@ def test_a_cpus_layer_has_one_level():
 @pytest.mark.parametrize(
     ("kind", "scheme", "options", "rows"),
     [
-        (RowParallelLinear, FP8_DYNAMIC, {}, 0),
+        (RowParallelLinear, FP8_DYNAMIC, {}, 8),
         (RowParallelLinear, FP8_DYNAMIC, TWO_LEVELS, 8),
         (QKVParallelLinear, FP8_DYNAMIC, TWO_LEVELS, 8),
         (QKVParallelLinear, FP8_DYNAMIC, {"linear_activations": "fp8"}, 0),

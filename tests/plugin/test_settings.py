@@ -130,8 +130,8 @@ def test_options_of_serving_hold_for_every_checkpoint():
     [
         ({"expert_kernel": "vllm"}, "no option 'expert_kernel'; expected some of .*expert_kernels"),
         ({"expert_kernels": "oss"}, "expert_kernels='oss': .*'auto', 'native' or 'vllm'"),
-        ({"linear_activations": "auto"}, "linear_activations='auto': .*'fp8' or 'bf16'"),
-        ({"linear_activations": None}, "linear_activations=None: .*'fp8' or 'bf16'"),
+        ({"linear_activations": "auto"}, "linear_activations='auto': .*'bf16' or 'fp8'"),
+        ({"linear_activations": None}, "linear_activations=None: .*'bf16' or 'fp8'"),
         ({"short_step": "no"}, "short_step='no': .*boolean"),
         *(
             ({"burst": value}, f"burst={re.escape(repr(value))}: .*'auto' or .* from 1 to 16")
@@ -158,7 +158,7 @@ def test_length_of_a_burst(burst):
     assert with_options(from_checkpoint(CALIBRATED), {"burst": burst}).serving.burst == burst
 
 
-@pytest.mark.parametrize(("raw", "levels"), [({}, False), ("bf16", True), ("fp8", False)])
+@pytest.mark.parametrize(("raw", "levels"), [({}, True), ("bf16", True), ("fp8", False)])
 def test_activations_of_linear_layers(raw, levels):
     from oss_fused.plugin.config import OssFp8Config
 
