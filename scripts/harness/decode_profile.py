@@ -22,6 +22,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("sampling", r"argmax|gumbel|sampl|top_?p_"),
     ("norms", r"reshape_and_cache"),
     ("router", r"router|combined_routing|topk|_route|_place_kernel|bitmatrix|sort"),
+    ("mlp", r"gated_mlp|_gate_up_stream|act_mul|act_and_mul|silu"),
     (
         "experts",
         (
@@ -29,7 +30,6 @@ _NAMES: tuple[tuple[str, str], ...] = (
             r"marlin|_reduce_grouped"
         ),
     ),
-    ("mlp", r"gated_mlp|act_mul|act_and_mul|silu"),
     ("projections", r"qkv|o_proj"),
     ("attention", r"attention|flash|fmha|varlen|fwdcombine|reduce_segments"),
     ("product", r"nvjet|gemm|gemv|splitk|cublas|cutlass|_mm"),

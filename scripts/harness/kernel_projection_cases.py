@@ -32,8 +32,8 @@ def _weights(n: int, k: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tenso
 def _fused_qkv(rows: int, model: str) -> Prepared:
     """add + RMSNorm + quantise, QKV projection + bias, RoPE + cache write.
 
-    Served in two launches; "three_launches" does the same. "two_levels": as the option
-    linear_activations "bf16" serves few rows.
+    Served in two launches; "three_launches" does the same with one level. "one_level": as the
+    option linear_activations "fp8" serves few rows.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     dense, codes = _weights(heads.width, hidden)
@@ -48,7 +48,9 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         none = (None, None, None, None, EPS)
         return (positions, table, heads.q, True, *caches, slots, *none)
 
-    def native(weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = 0) -> torch.Tensor:
+    def native(
+        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
+    ) -> torch.Tensor:
         norm = (gain, EPS, None, False, True, bf16_rows)
         q, scale, _, _, levels = ops.add_rms_norm_quant(x, residual, *norm)
         args = (q, weight[0], scale, weight[1], bias, torch.bfloat16, *rope(cache))
@@ -78,7 +80,7 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
         {
             "vllm_bf16": [functools.partial(vllm, w, x.clone(), residual.clone()) for w in dense],
             "three_launches": [functools.partial(three, weight) for weight in codes],
-            "two_levels": [functools.partial(native, weight, BF16_ROWS) for weight in codes],
+            "one_level": [functools.partial(native, weight, 0) for weight in codes],
         },
         error,
         _TOLERANCE,
@@ -88,14 +90,16 @@ def _fused_qkv(rows: int, model: str) -> Prepared:
 def _fused_o_proj(rows: int, model: str) -> Prepared:
     """Output projection + bias, and the norm behind it, which adds the residual.
 
-    "two_levels": as the option linear_activations "bf16" serves few rows.
+    "one_level": as the option linear_activations "fp8" serves few rows.
     """
     heads, hidden = MODELS[model], HIDDEN[model]
     k = heads.q * heads.dim
     dense, codes = _weights(hidden, k)
     x, residual, gain, bias = bf16(rows, k), bf16(rows, hidden), bf16(hidden), bf16(hidden)
 
-    def native(weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = 0) -> torch.Tensor:
+    def native(
+        weight: tuple[torch.Tensor, torch.Tensor], bf16_rows: int = BF16_ROWS
+    ) -> torch.Tensor:
         out = ops.fp8_linear(x, *weight, None, bias, True, bf16_rows)
         return ops.add_rms_norm_quant(out, residual, gain, EPS, None, False, True)[2]
 
@@ -112,7 +116,7 @@ def _fused_o_proj(rows: int, model: str) -> Prepared:
         [functools.partial(native, weight) for weight in codes],
         {
             "vllm_bf16": [functools.partial(vllm, weight, residual.clone()) for weight in dense],
-            "two_levels": [functools.partial(native, weight, BF16_ROWS) for weight in codes],
+            "one_level": [functools.partial(native, weight, 0) for weight in codes],
         },
         error,
         _TOLERANCE,
