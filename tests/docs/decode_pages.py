@@ -252,6 +252,12 @@ def _api_server() -> Passages:
     return found
 
 
+def prefill_us(arm: str) -> float:
+    """Kernels of the profiled prefill."""
+    profiles = load("h200/decode_gpt_oss_20b/results.json")["profiles"]
+    return next(p["busy_us"] for p in profiles if p["arm"] == arm and not p["steps"])
+
+
 def decode() -> Passages:
     found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode()
@@ -274,6 +280,14 @@ def decode() -> Passages:
         ),
         ("Prefill of gpt-oss: {:.1f} ms", [oss("gpt_oss_20b", 1, 8192)]),
         (
+            "kernels take {:.1f} ms (Triton experts {:.1f})",
+            [prefill_us(arm) / 1e3 for arm in ("oss_fp8", "triton")],
+        ),
+        (
+            "one took {:.2f} ms and the other {:.2f}",
+            [cell(*wide, 128)["arms"]["oss_fp8"][end] for end in ("min", "max")],
+        ),
+        (
             "takes {:.2f} ms instead of {:.2f}",
             [layer_us(8192, False) / 1e3, layer_us(8192, True) / 1e3],
         ),
@@ -286,11 +300,8 @@ def decode() -> Passages:
             [profile(batch, "oss_fp8")["busy_us"] / 1e3 for batch in (1, 8, 32, 128, 256)],
         ),
         (
-            "run of the same day had {:.3f}, {:.3f}, {:.3f} and {:.3f} at 1, 8, 128 and 256",
-            [
-                profile(batch, "fp8", "h200/decode_linear_activations")["busy_us"] / 1e3
-                for batch in (1, 8, 128, 256)
-            ],
+            "has {:.3f} and {:.3f} at 128 and 256",
+            [profile(batch, "one_level")["busy_us"] / 1e3 for batch in (128, 256)],
         ),
         (
             "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms, and {:.2f} to {:.2f}",
