@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import oss_fused
+from oss_fused.kernels.launch import runs_gluon
 from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
@@ -42,6 +44,23 @@ def test_mxfp4_gpt_oss_in_graphs(tmp_path, engine):
         **GRAPHS,
     )
     assert_agrees(served.generate(), plain, ignore=(), experts="mxfp4")
+
+
+def test_few_tokens_in_two_levels(tmp_path, engine):
+    """As served by default: linear layers compute as with 16-bit activations."""
+    if not runs_gluon(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and Gluon")
+    plain = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
+    options = {"additional_config": {"oss_fused": {"linear_activations": "bf16"}}}
+    served = engine(
+        to_mxfp4(build(tmp_path / "mxfp4", "gpt_oss", head_dim=64)),
+        quantization="oss_fp8",
+        **options,
+        **GRAPHS,
+    )
+    prompt = PROMPT[:5]
+    result = served.generate(prompt)
+    assert_agrees(result, plain, prompt=prompt, inputs=None, ignore=(), experts="mxfp4")
 
 
 def test_fp8_cache_in_graphs(tmp_path, engine):
