@@ -11,6 +11,7 @@ import torch
 
 import oss_fused
 from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.levels import BF16_ROWS
 from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
@@ -58,6 +59,8 @@ def test_few_tokens_in_two_levels(tmp_path, engine):
         **options,
         **GRAPHS,
     )
+    methods = [getattr(module, "quant_method", None) for module in served.model.modules()]
+    assert BF16_ROWS in {getattr(method, "bf16_rows", 0) for method in methods}
     prompt = PROMPT[:5]
     result = served.generate(prompt)
     assert_agrees(result, plain, prompt=prompt, inputs=None, ignore=(), experts="mxfp4")
