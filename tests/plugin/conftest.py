@@ -160,11 +160,14 @@ class Engine:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         from vllm import LLM
+        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
         from vllm.distributed import cleanup_dist_env_and_memory
 
         _spare_the_imports()
         # an engine that failed half way leaves its process groups behind
         cleanup_dist_env_and_memory()
+        # one of vLLM's older model runner (DFlash) leaves the process without captures
+        set_cudagraph_capturing_enabled(True)
         # numba's (n-gram speculation imports it) holds an object that answers to any attribute,
         # over which vLLM's CPU platform stumbles when it looks into every module's values
         ffi = sys.modules.pop("llvmlite.binding.ffi", None)

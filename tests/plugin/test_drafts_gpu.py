@@ -158,8 +158,8 @@ def test_all_passes_in_one_graph(method, folder, tmp_path):
         run(desc)
 
     runner.draft_tokens_handler.set_draft_tokens, replay.run_fullgraph = note, watch
-    # three requests: a graph for four has padding
-    prompts, lengths = [[9, 10, 11, 12] * 5, list(range(5, 30)), [3]], [NEW, 7, NEW]
+    # three requests: a graph for four has padding; at the end one is left, however drafts fare
+    prompts, lengths = [[9, 10, 11, 12] * 5, list(range(5, 30)), [3]], [NEW, 7, NEW // 2]
     try:
         assert type(runner.speculator) is OssEagleSpeculator
         assert type(runner.rejection_sampler) is OssRejectionSampler
