@@ -42,6 +42,20 @@ def test_kernels_in_gluon_only_where_they_run(monkeypatch):
     assert tiles.choose_gemm_config(CPU, 3, 4096, 4096) == tiles.gemm_rule(4, 4096, 4096)
 
 
+def test_both_levels_of_a_row_leave_a_table_of_one_level(monkeypatch):
+    """On an H100 the table's gemv takes 2.7 us of a layer more for the output projection."""
+    gemv = {"kernel": "gemv", "rows_n": 8, "block_k": 2048, "num_warps": 8}
+    monkeypatch.setattr(tiles, "lookup", lambda *_: gemv)
+    stream = {"kernel": "stream", "block_m": 8, "block_n": 64, "block_k": 512, "ctas": 1}
+    assert tiles.choose_two_levels(CPU, 1, 2880, 4096, True) == stream
+    # many outputs, or no Gluon
+    assert tiles.choose_two_levels(CPU, 1, 201088, 2880, True) == gemv
+    assert tiles.choose_two_levels(CPU, 1, 2880, 4096) == gemv
+    # several rows take it wherever it runs; rows and levels are columns
+    assert tiles.choose_two_levels(CPU, 2, 201088, 2880, True)["kernel"] == "stream"
+    assert tiles.choose_two_levels(CPU, 8, 2880, 4096, True)["block_m"] == 16
+
+
 @pytest.mark.parametrize(
     "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256)]
 )

@@ -110,10 +110,8 @@ def _two_level_gemm(
     """The product of ``levels`` [2 M, K] in one launch where a kernel takes them, else in two."""
     m, k, n = out.shape[0], levels.shape[1], b.shape[0]
     if k % 16 == 0 and k > 0 and has_aligned_rows(levels) and has_aligned_rows(b):
-        config = _tile(b.device, m, n, k)
+        config = dict(tiles.choose_two_levels(b.device, m, n, k, runs_gluon(b.device)))
         name = config.pop("kernel")
-        if runs_gluon(b.device) and (m > 1 or name != "gemv"):
-            name, config = "stream", dict(tiles.two_level_tile(2 * m, n))
         if name in ("gemv", "stream"):
             config |= {"prefetch_weights": prefetch_weights, "levels": 2}
             kernels(b.device)[name](levels, b, a_scale, b_scale, bias, out, **config)

@@ -138,7 +138,20 @@ def gemm_rule(
     return {"kernel": "large", "group_m": 4}
 
 
-def two_level_tile(rows: int, n: int) -> dict[str, int]:
+def choose_two_levels(
+    device: torch.device, m: int, n: int, k: int, gluon: bool = False
+) -> dict[str, Any]:
+    """Kernel and tile sizes of the product of both levels of ``m`` rows, [2 M, K] x [N, K].
+
+    A table's tiles are of one level, and of one row with its quantisation in the launch.
+    """
+    config = choose_gemm_config(device, m, n, k, gluon)
+    if gluon and (m > 1 or config["kernel"] != "gemv" or n <= 64 * _WAVE):
+        return {"kernel": "stream", **_two_level_tile(2 * m, n)}
+    return config
+
+
+def _two_level_tile(rows: int, n: int) -> dict[str, int]:
     """Tile of the stream kernel for up to 16 rows of which two are the levels of one."""
     block_m = 8 if rows <= 8 else 16
     if n > 64 * _WAVE:
