@@ -225,12 +225,12 @@ def write(
     baselines = [name for name in settings["baselines"] if name in results["arms"]]
     if not baselines:
         raise ValueError(f"none of {', '.join(settings['baselines'])} could be measured")
-    results["cells"] = decode_figures.condense(
-        results["measurements"], settings["candidate"], baselines
-    )
     if profiles is not None:
         results["profiles"] = [decode_profile.condense(profile) for profile in profiles]
         write_json(folder / "profiles.json", profiles)
+    results["cells"] = decode_figures.condense(
+        results["measurements"], settings["candidate"], baselines, results["profiles"]
+    )
     for profile in results["profiles"]:
         profile["limits"] = limits(results, profile)
     results = portable(results)

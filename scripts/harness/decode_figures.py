@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,24 +14,40 @@ from harness.decode import Cell
 def steady(row: dict[str, Any]) -> bool:
     """Whether no sample of a measurement is beyond twice, or below half, its median.
 
-    The time stamps are those of the process that reads the tokens. Where it stood still for a
-    moment, tokens queued up and were then read faster than the engine makes them.
+    Where the process that stamps the tokens stood still for a moment, tokens queued up and were
+    then stamped faster than they were made.
     """
     median = statistics.median(row["ms"])
     return all(median / 2 <= value <= 2 * median for value in row["ms"])
 
 
+def _possible(row: dict[str, Any], profiles: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step of a measurement took as long as its kernels in the arm's profile."""
+    kernels = [
+        profile["busy_us"] / 1e3
+        for profile in profiles
+        if row["steps"] and profile["steps"] and profile["context"] <= row["context"]
+        if (profile["arm"], profile["batch"]) == (row["arm"], row["batch"])
+    ]
+    return statistics.median(row["ms"]) >= max(kernels, default=0.0)
+
+
 def condense(
-    measurements: Sequence[dict[str, Any]], candidate: str, baselines: Sequence[str]
+    measurements: Sequence[dict[str, Any]],
+    candidate: str,
+    baselines: Sequence[str],
+    profiles: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """One dict per cell, in the order measured.
 
-    Measurements that are not ``steady`` are left out, unless a cell has no other of the arm.
+    Measurements that are not ``steady`` are left out, and those whose steps are shorter than their
+    kernels, unless a cell has no other of the arm.
 
     Args:
         measurements: as ``run`` returns them.
         candidate: the arm that is compared.
         baselines: arms of which the faster one counts, cell by cell.
+        profiles: of the arms, condensed.
 
     Returns:
         Per cell: "batch", "context", "steps", "arms": name -> {"ms": median over rounds of the
@@ -46,7 +62,12 @@ def condense(
     condensed = []
     for cell, measured in cells.items():
         arms = {
-            name: {number: row for number, row in rounds.items() if steady(row)} or rounds
+            name: {
+                number: row
+                for number, row in rounds.items()
+                if steady(row) and _possible(row, profiles)
+            }
+            or rounds
             for name, rounds in measured.items()
         }
         figures = {

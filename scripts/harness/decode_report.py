@@ -95,8 +95,9 @@ def _method(results: Mapping[str, Any]) -> str:
     jump = "a step took more than twice the median, or less than half"
     if left_out:
         text += (
-            f" {left_out} of {len(measured)} measurements are left out: in each {jump}, because "
-            "the process that reads the tokens stood still."
+            f" {left_out} of {len(measured)} measurements are left out: in each {jump}, or steps "
+            "took less time than their kernels, because the process that stamps the tokens stood "
+            "still."
         )
     if unsteady:
         text += f" In every round of these {jump}, and they count: {'; '.join(unsteady)}."

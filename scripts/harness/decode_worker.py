@@ -42,7 +42,11 @@ _EXTENSION = "harness.decode_extension.WorkerExtension"
 
 
 class Measure:
-    """The measurements; ``engine`` is vLLM's LLMEngine."""
+    """The measurements; ``engine`` is vLLM's LLMEngine.
+
+    Steps are timed by the stamps of the engine's process: this one may read tokens late, from a
+    queue, and then faster than they were made.
+    """
 
     def __init__(self, vllm: Any, engine: Any) -> None:
         """See the class."""
@@ -52,6 +56,16 @@ class Measure:
         self._vocab = engine.model_config.get_vocab_size()
         self._limit = engine.model_config.max_model_len
         self._ids = itertools.count()
+        # seconds at which the engine's process made the last outputs
+        self._made = 0.0
+        receive = engine.engine_core.get_output
+
+        def note() -> Any:
+            outputs = receive()
+            self._made = outputs.timestamp
+            return outputs
+
+        engine.engine_core.get_output = note
 
     def decode(self, batch: int, context: int, steps: int, seed: int) -> dict[str, Any]:
         """Milliseconds per step of ``batch`` sequences, one value every WINDOW steps or more.
@@ -64,15 +78,14 @@ class Measure:
         times: list[float] = []
         last: dict[str, int] = {}
         done = marked = 0
-        begin = time.perf_counter()
+        begin = self._made
         while done < steps:
             tokens = self._step()
             last |= {name: ids[-1] for name, ids in tokens.items()}
             done += max(map(len, tokens.values()))
             if done - marked >= WINDOW:
-                now = time.perf_counter()
-                times.append((now - begin) * 1e3 / (done - marked))
-                begin, marked = now, done
+                times.append((self._made - begin) * 1e3 / (done - marked))
+                begin, marked = self._made, done
         self.engine.abort_request(names)
         return {"ms": times, "distinct": len(set(last.values())) / len(last)}
 
@@ -107,9 +120,9 @@ class Measure:
         time.sleep(_IDLE)
         names = self._start(batch, context, seed)
         self.engine.collective_rpc("oss_host_start")
-        begin = time.perf_counter()
+        begin = self._made
         tokens = sum(len(ids) for _ in range(steps) for ids in self._step().values())
-        wall = time.perf_counter() - begin
+        wall = self._made - begin
         parts = self.engine.collective_rpc("oss_host_stop")[0]
         self.engine.abort_request(names)
         return {"ms": 1e3 * wall / steps, "tokens": tokens / steps / batch, "host_ms": parts}
