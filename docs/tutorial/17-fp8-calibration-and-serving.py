@@ -32,7 +32,7 @@ from oss_fused.quant.recipe import Recipe
 # | part | format | why |
 # |---|---|---|
 # | linear weights | E4M3, a scale per output channel, static | half the bytes per step |
-# | activations | E4M3, a scale per token, dynamic | FP8 tensor cores; no calibration data needed |
+# | activations | E4M3 (few tokens: twice), a scale per token | FP8 tensor cores; needs no data |
 # | norms, router, embeddings | bfloat16 | few bytes, large effect |
 # | experts of an MXFP4 checkpoint | MXFP4 as they are | half the bytes of FP8 again |
 # | KV cache | bfloat16, or FP8 with calibrated scales | long contexts |

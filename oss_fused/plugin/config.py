@@ -284,6 +284,7 @@ def _check_batch_invariance() -> None:
         raise SchemeError(
             f"VLLM_BATCH_INVARIANT={os.environ.get('VLLM_BATCH_INVARIANT')!r}: with --quantization "
             f"{QUANT_METHOD} a request's sums depend on its batch: attention splits, tiles and "
-            f"split-K of matrix products, tiles and activation format of experts follow the number "
-            f"of tokens; expected it unset or 0, or another quantisation"
+            f"split-K of matrix products, tiles of experts, and the activation formats of linear "
+            f"layers and experts follow the number of tokens; expected it unset or 0, or another "
+            f"quantisation"
         )

@@ -71,7 +71,8 @@ class ServingOptions(BaseModel):
         expert_activations: of native MXFP4 experts: "bf16" keeps them, "fp8" quantises them in
             steps of 256 tokens and more, "auto" in steps of 512 and more.
         linear_activations: of FP8 linear layers that quantise per token: "bf16" has two levels of
-            codes, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU, "fp8" one.
+            codes, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU, "fp8" one. The MLP
+            of dense models always has one.
         attention_kernels: "auto" runs decode attention, and prompts in short windows, in native
             kernels where they apply; "vllm" leaves all attention to vLLM's backend.
         fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,

@@ -10,7 +10,7 @@ _OPTION = "--additional-config"
 # of linear layers under oss_fp8, by the option linear_activations
 _LINEAR = {
     "fp8": "",
-    "bf16": ", these in bf16 precision in steps of at most 8 tokens on Hopper",
+    "bf16": ", these in bf16 precision in steps of at most 8 tokens on Hopper (not in a dense MLP)",
 }
 # of MXFP4 experts under oss_fp8, by the option expert_activations
 _EXPERTS = {
@@ -29,8 +29,11 @@ def describe_arithmetic(flags: Sequence[str], mxfp4: bool) -> str:
     """
     method = _value(flags, "--quantization") or _value(flags, "-q")
     if method == "oss_fp8":
-        text = "linear layers: FP8 weights and activations"
-        text += _LINEAR[_option(flags, "linear_activations") or "bf16"]
+        if _option(flags, "scheme") == "W8A16":
+            text = "linear layers: FP8 weights, activations in 16 bits"
+        else:
+            text = "linear layers: FP8 weights and activations"
+            text += _LINEAR[_option(flags, "linear_activations") or "bf16"]
         if mxfp4:
             choice = _option(flags, "expert_activations")
             text += f"; MXFP4 experts: activations in {_EXPERTS[choice or 'auto']}"

@@ -71,7 +71,7 @@ def scaling() -> Passages:
     )
     found += [soak(f"{run}.json") for run in runs]
     one, two = best("gpt_oss_20b", 1), best("gpt_oss_20b", 1, 128, "h200x2")
-    found.append(("and {:.0f} % for the baseline", [100 * (1 - two / one)]))
+    found.append(("and {:.0f} % less for the baseline", [100 * (1 - two / one)]))
     falls = [speedup("gpt_oss_20b", 1), speedup("gpt_oss_20b", 1, 128, "h200x2")]
     found.append(("falls from {:.2f}x to {:.2f}x", falls))
     return found

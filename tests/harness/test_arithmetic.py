@@ -8,7 +8,8 @@ from harness.arithmetic import describe_arithmetic
 
 _OSS = ["--quantization", "oss_fp8"]
 _FP8 = "linear layers: FP8 weights and activations"
-_LINEAR = f"{_FP8}, these in bf16 precision in steps of at most 8 tokens on Hopper"
+_FEW = "these in bf16 precision in steps of at most 8 tokens on Hopper (not in a dense MLP)"
+_LINEAR = f"{_FP8}, {_FEW}"
 _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
 
 
@@ -44,3 +45,9 @@ def test_arithmetic_of_an_arm(flags, mxfp4, expected):
 def test_precision_of_linear_layers(flags):
     assert describe_arithmetic([*_OSS, *flags], False) == _FP8
     assert describe_arithmetic([*_OSS, *flags], True).startswith(f"{_FP8}; MXFP4 experts:")
+
+
+def test_activations_that_stay_in_16_bits():
+    flags = [*_OSS, "--additional-config.oss_fused.scheme", "W8A16"]
+    assert describe_arithmetic(flags, False) == "linear layers: FP8 weights, activations in 16 bits"
+    assert "; MXFP4 experts: activations in bf16" in describe_arithmetic(flags, True)
