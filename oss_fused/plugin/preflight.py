@@ -15,6 +15,7 @@ import torch
 from oss_fused import environment, envs
 from oss_fused.kernels import op as registry
 from oss_fused.kernels import tiles
+from oss_fused.kernels.levels import BF16_ROWS
 
 GIB = 2**30
 # FP8 tensor cores: Ada (8.9) and later
@@ -112,12 +113,17 @@ def check_operators() -> Check:
         for size in ((4, 256), (64, 256))
     )
     codes, scale = torch.ops.oss_fused.quantize_fp8(weight, None, "channel")
-    out = torch.ops.oss_fused.fp8_linear(x, codes, scale, None, None)
     exact = x.float() @ weight.float().t()
-    error = ((out.float() - exact).norm() / exact.norm()).item()
-    if not error < 0.06:
-        return Check("operators", FAIL, f"fp8_linear is off by {error:.3f} (expected < 0.06)")
-    return Check("operators", OK, f"{len(names)} on {backend}; fp8_linear error {error:.3f}")
+    errors = []
+    # one level of codes, and both as few rows are served
+    for rows in (0, BF16_ROWS):
+        out = torch.ops.oss_fused.fp8_linear(x, codes, scale, None, None, False, rows)
+        errors.append(((out.float() - exact).norm() / exact.norm()).item())
+        if not errors[-1] < 0.06:
+            problem = f"fp8_linear with bf16_rows={rows} is off by {errors[-1]:.3f}"
+            return Check("operators", FAIL, f"{problem} (expected < 0.06)")
+    shown = " and ".join(f"{error:.3f}" for error in errors)
+    return Check("operators", OK, f"{len(names)} on {backend}; fp8_linear error {shown}")
 
 
 def check_tiles() -> Check:

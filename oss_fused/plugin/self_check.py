@@ -104,9 +104,15 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _warm_up(original: Callable[..., Any], self: Any) -> Any:
     """vLLM's warm-up of a worker, then the self-check."""
-    result = original(self)
     config = self.vllm_config
-    if config.model_config.quantization == QUANT_METHOD and serving_options(config).self_check:
+    checked = (
+        config.model_config.quantization == QUANT_METHOD and serving_options(config).self_check
+    )
+    if checked:
+        # of a model whose class is vLLM's own nothing has asked before
+        check_possible(config)
+    result = original(self)
+    if checked:
         run(self, load(config))
     return result
 

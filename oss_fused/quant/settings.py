@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from oss_fused.errors import SchemeError
 from oss_fused.quant.scheme import (
@@ -45,7 +53,7 @@ class OnlineOptions(BaseModel):
 
     scheme: str = "FP8_DYNAMIC"
     ignore: tuple[str, ...] = ()
-    lm_head: bool | None = None
+    lm_head: StrictBool | None = None
     experts: Literal["keep", "fp8"] = "keep"
 
     @field_validator("scheme")
@@ -71,8 +79,8 @@ class ServingOptions(BaseModel):
         expert_activations: of native MXFP4 experts: "bf16" keeps them, "fp8" quantises them in
             steps of 256 tokens and more, "auto" in steps of 512 and more.
         linear_activations: of FP8 linear layers that quantise per token: "bf16" has two levels of
-            codes, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU, "fp8" one. The MLP
-            of dense models always has one.
+            codes, as exact as bf16, in steps of up to 8 tokens on a Hopper GPU, "fp8" one. Gate
+            and up projections, and the fused MLP of dense models, always have one.
         attention_kernels: "auto" runs decode attention, and prompts in short windows, in native
             kernels where they apply; "vllm" leaves all attention to vLLM's backend.
         fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,
@@ -222,7 +230,9 @@ def from_checkpoint(config: Mapping[str, Any]) -> Settings:
 
 def _details(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+        # what concerns several options names them itself
+        f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" if e["loc"] else e["msg"]
+        for e in error.errors()
     )
 
 

@@ -10,7 +10,8 @@ _OPTION = "--additional-config"
 # of linear layers under oss_fp8, by the option linear_activations
 _LINEAR = {
     "fp8": "",
-    "bf16": ", these in bf16 precision in steps of at most 8 tokens on Hopper (not in a dense MLP)",
+    "bf16": ", these in bf16 precision in steps of at most 8 tokens on Hopper "
+    "(not in a fused dense MLP)",
 }
 # of MXFP4 experts under oss_fp8, by the option expert_activations
 _EXPERTS = {

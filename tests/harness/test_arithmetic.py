@@ -8,7 +8,7 @@ from harness.arithmetic import describe_arithmetic
 
 _OSS = ["--quantization", "oss_fp8"]
 _FP8 = "linear layers: FP8 weights and activations"
-_FEW = "these in bf16 precision in steps of at most 8 tokens on Hopper (not in a dense MLP)"
+_FEW = "these in bf16 precision in steps of at most 8 tokens on Hopper (not in a fused dense MLP)"
 _LINEAR = f"{_FP8}, {_FEW}"
 _BF16 = '--additional-config={"oss_fused": {"expert_activations": "bf16"}}'
 

@@ -299,6 +299,37 @@ def test_rows_of_each_operator(folder, strategy):
     assert watcher._counts == [5]
 
 
+@pytest.mark.parametrize("operator", ["fp8_gemm", "qkv_rope_kv"])
+def test_rows_in_two_levels(folder, operator):
+    """Their scale is a power of two, which says little of the largest magnitude."""
+    import oss_fused.kernels  # noqa: F401
+    from oss_fused.plugin.monitor.watch import Monitor, Statistics
+
+    x = torch.randn(5, 64).bfloat16()
+    x[3, 7] = float("nan")
+    gain = torch.ones(64, dtype=torch.bfloat16)
+    q, scale, _, normed, levels = torch.ops.oss_fused.add_rms_norm_quant(
+        x, None, gain, 1e-6, None, True, False, 8
+    )
+    w, w_scale = torch.ops.oss_fused.quantize_fp8(torch.randn(64, 64), None, "channel")
+    watcher = Monitor(1, rank=0)
+    watcher._rows, watcher._counts = torch.zeros(1, 256), [0]
+    watcher._index = {w.data_ptr(): 0}
+    watcher.statistics = Statistics(["layer"], [float("inf")], 0)
+    product = (q, w, scale, w_scale, None, torch.bfloat16)
+    cache = [torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16) for _ in range(2)]
+    index = torch.zeros(5, dtype=torch.int64)
+    rope = (index, torch.ones(4, 16).bfloat16(), 2, True, *cache, index, *4 * [None], 1e-6, None)
+    registration.set_observer(watcher.observe)
+    try:
+        between = () if operator == "fp8_gemm" else rope
+        getattr(torch.ops.oss_fused, operator)(*product, *between, False, levels)
+    finally:
+        registration.set_observer(None)
+    exact = normed.float().abs().amax(-1)
+    torch.testing.assert_close(watcher._rows[0, :5], exact, equal_nan=True, rtol=1e-6, atol=0)
+
+
 def test_a_stopped_monitor_leaves_no_thread(folder):
     from oss_fused.plugin.monitor.watch import Monitor
 

@@ -172,17 +172,21 @@ def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
     attention, _, _ = context(fp8=True)
     linear = SimpleNamespace(weight=torch.zeros(16, 32), _input_quant_key=kFp8DynamicTokenSym)
     attention.qkv_proj = linear
-    projections = []
+    attention.attn.impl.page_size = 32
+    projections, pages = [], set()
+
+    def call(rope, layer, projected, positions, cache, slots):
+        projections.append(projected)
+        pages.add(cache.shape[2])
+
     monkeypatch.setattr(rope_attention, "bf16_rows_of", lambda reader: most)
-    monkeypatch.setattr(
-        rope_attention.RopeAndCache, "__call__", lambda *args: projections.append(args[2])
-    )
+    monkeypatch.setattr(rope_attention.RopeAndCache, "__call__", call)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         rope = rope_attention.RopeAndCache(attention)
         rope.joins = True
-        rope.warm_up(torch.bfloat16, 64)
+        rope.warm_up(torch.bfloat16, 300)
     finally:
         torch.set_default_dtype(before)
     joined = [projected for projected in projections if len(projected) == 3]
@@ -190,6 +194,17 @@ def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
     assert rows == ([1, 4, 8, 9, 16] if most else [1, rope_attention.FEW_TOKENS])
     assert {(codes.dtype, scale.dtype) for codes, scale, _ in joined} == {(FP8, torch.float32)}
     assert {levels.shape[0] for *_, levels in joined} == {2 * most}
+    assert [qkv.shape[0] for (qkv,) in (p for p in projections if len(p) == 1)] == [1, 128, 300]
+    assert pages == {32}
+
+
+def test_warm_up_meets_every_launch_of_rope_kv():
+    pytest.importorskip("triton")
+    from oss_fused.kernels.rope.rope_kv import _config
+
+    for pairs in (32, 64, 128):
+        met = {_config(rows, pairs) for rows in rope_attention.ROPE_COUNTS}
+        assert met == {_config(rows, pairs) for rows in range(1, 8193)}
 
 
 def test_profiling_run_has_no_cache(context):

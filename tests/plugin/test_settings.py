@@ -94,6 +94,7 @@ def test_options_from_hf_overrides():
         ({"shceme": "FP8_DYNAMIC"}, "shceme"),
         ({"scheme": "FP8_STATIC"}, "calibrate"),
         ({"scheme": "FP4"}, "FP4"),
+        ({"lm_head": "yes"}, "lm_head='yes': .*boolean"),
         ("FP8_DYNAMIC", "FP8_DYNAMIC"),
     ],
 )
@@ -137,7 +138,7 @@ def test_options_of_serving_hold_for_every_checkpoint():
             ({"burst": value}, f"burst={re.escape(repr(value))}: .*'auto' or .* from 1 to 16")
             for value in (0, 17, "8", 2.0, True, None)
         ),
-        ({"burst": 2, "short_step": False}, "burst=2 with short_step=False"),
+        ({"burst": 2, "short_step": False}, r"\]: Value error, burst=2 with short_step=False"),
         ({"monitor_every": -1}, "monitor_every=-1: .*greater than or equal to 0"),
         ({"monitor_every": True}, "monitor_every=True: .*integer"),
         ({"monitor_policy": 3}, "monitor_policy=3: .*string"),

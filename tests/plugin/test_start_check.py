@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,10 @@ def test_off_it_does_nothing(tmp_path, monkeypatch, option, runs) -> None:
     worker = SimpleNamespace(vllm_config=config(tmp_path, additional_config=options))
     assert self_check._warm_up(lambda worker: "times", worker) == "times"
     assert ran == [load_self_check(tmp_path)] * runs
+    # nothing may have asked before: vLLM's own model classes have no settings of this package's
+    worker.vllm_config.kv_transfer_config = object()
+    with pytest.raises(SchemeError, match="kv-transfer") if option else nullcontext():
+        self_check._warm_up(lambda worker: "times", worker)
     # other quantisations have no such options
     worker.vllm_config.model_config.quantization = None
     self_check._warm_up(lambda worker: "times", worker)

@@ -46,6 +46,8 @@ from oss_fused.layers.vllm.linear import bf16_rows_of
 _OP = "oss_fused::rope_attention"
 # tokens up to which qkv_rope_kv measured faster than projection and rope_kv
 FEW_TOKENS = 16
+# tokens for which rope_kv compiles its kernels
+ROPE_COUNTS = (1, 128, 512)
 
 
 def project_unless_fused(
@@ -194,14 +196,16 @@ class RopeAndCache:
         )
 
     def warm_up(self, dtype: torch.dtype, max_rows: int) -> None:
-        """Compile for few and for many tokens."""
+        """Compile for few, for more and for many tokens."""
         layer = self.attention.attn
         heads, size = layer.num_kv_heads, layer.head_size
         device = self.attention.rotary_emb.cos_sin_cache.device
         quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
         cache_dtype = torch.uint8 if quantised else dtype
-        cache = torch.zeros(1, heads, 16, 2 * size, dtype=cache_dtype, device=device)
-        for rows in (1, min(max_rows, 128)):
+        # the kernel is compiled for the size of a page
+        page = layer.impl.page_size
+        cache = torch.zeros(1, heads, page, 2 * size, dtype=cache_dtype, device=device)
+        for rows in sorted({min(max_rows, count) for count in ROPE_COUNTS}):
             qkv = torch.zeros(
                 rows, (layer.num_heads + 2 * heads) * size, dtype=dtype, device=device
             )

@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from oss_fused.errors import OssFusedError
+from oss_fused.kernels.levels import levels_of
 from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
@@ -41,6 +42,8 @@ _WEIGHT_AT = {
     **dict.fromkeys(("fp8_linear", "fp8_gemm", "gate_up_quant", "qkv_rope_kv"), 1),
     "moe_mxfp4": 2,
 }
+# operator -> position of what holds both levels of few rows
+_LEVELS_AT = {"fp8_gemm": 7, "qkv_rope_kv": 20}
 
 logger = init_logger(__name__)
 
@@ -138,11 +141,20 @@ class Monitor:
             amax = x.abs().amax(-1)
         elif self.statistics.limits[index] == float("inf"):
             # each token has a scale of its own, not finite where the token was not
-            amax = arguments[2].view(-1)[:_ROWS] * E4M3.max
+            amax = arguments[2].view(-1)[:_ROWS] * self._largest(operator, x, arguments)
         else:
             amax = x.float().abs().amax(-1) * arguments[2]
         self._rows[index, : len(x)] = amax
         self._counts[index] = len(x)
+
+    @staticmethod
+    def _largest(operator: str, x: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
+        """Largest magnitude of each row in units of its scale."""
+        at = _LEVELS_AT.get(operator, len(arguments))
+        levels = levels_of(x, arguments[at]) if at < len(arguments) else None
+        if levels is None:
+            return E4M3.max
+        return (levels[::2].float() + levels[1::2].float() / 16).abs().amax(-1)
 
     def end_step(self) -> None:
         """After each step: send a sample off, or begin one with the next step."""
