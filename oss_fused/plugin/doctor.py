@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from oss_fused.plugin.checkpoint import check_checkpoint
 from oss_fused.plugin.compat import TESTED_VLLM, HookResult, check_hooks, vllm_package
 from oss_fused.plugin.preflight import FAIL, OK, SKIP, WARN, Check, guarded
 from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.settings import QUANT_METHOD
 
 _SMOKE = """
 import json, sys
@@ -30,9 +32,12 @@ llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2, **option
 params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
 out = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0].outputs[0]
 numbers = [step[t].logprob for step, t in zip(out.logprobs, out.token_ids)]
-print("SMOKE", json.dumps([list(out.token_ids), sum(numbers)]))
+method = llm.llm_engine.vllm_config.model_config.quantization
+print("SMOKE", json.dumps([list(out.token_ids), sum(numbers), method]))
 """
 _SMOKE_SECONDS = 900
+# what a line of a failed start begins its reason with
+_REASON = re.compile(r"Value error, |(?:Checkpoint|Scheme|BackendUnavailable)Error: ")
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,17 @@ def _check_smoke(options: Options) -> Check:
     if done.returncode or not answer:
         lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
         # an engine in a process of its own has the reason further up
-        reason = next((line for line in lines if "CheckpointError: self_check:" in line), lines[-1])
-        text = reason.rpartition("CheckpointError: ")[2]
+        reasons = [line for line in lines if _REASON.search(line)]
+        checks = [line for line in reasons if "CheckpointError: self_check:" in line]
+        reason = (checks[:1] or reasons[-1:] or lines[-1:])[0]
+        text = _REASON.split(reason)[-1]
         return Check("smoke", FAIL, f"ended with status {done.returncode}: {text[:600]}")
-    tokens, logprob = json.loads(answer[-1].removeprefix("SMOKE "))
+    tokens, logprob, method = json.loads(answer[-1].removeprefix("SMOKE "))
     # NaN compares false
     if not logprob <= 0:
         return Check("smoke", FAIL, f"log-probability {logprob} of {tokens}: expected a number")
+    if options.self_check and method != QUANT_METHOD:
+        problem = f"nothing was compared with quantization {method}; expected {QUANT_METHOD}"
+        return Check("smoke", FAIL, f"self_check: {problem}")
     passed = "; the self-check passed" if options.self_check else ""
     return Check("smoke", OK, f"{len(tokens)} tokens, log-probability {logprob:.2f}{passed}")

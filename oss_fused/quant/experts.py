@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.audit import GatedExperts
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.formats import amax_to_scale, quantize
@@ -39,10 +40,16 @@ def read_expert(
         return torch.cat(linears).to(device)
     prefix = f"{module}.{part}"
     if f"{prefix}_blocks" in reader:
-        return unpack_mxfp4(
+        weight = unpack_mxfp4(
             reader.read(f"{prefix}_blocks", expert).to(device),
             reader.read(f"{prefix}_scales", expert).to(device),
         )
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"{reader.folder}: tensors '{prefix}_blocks' and '{prefix}_scales' stand for "
+                f"weights above what bfloat16 holds; expected finite weights"
+            )
+        return weight
     return reader.read(prefix, expert).to(device).t().contiguous()
 
 

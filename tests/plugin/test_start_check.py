@@ -183,24 +183,36 @@ def test_off_it_does_nothing(tmp_path, monkeypatch, option, runs) -> None:
     assert len(ran) == runs
 
 
-@pytest.mark.parametrize("broken", [False, True])
+LOGS = {
+    "ERROR [core.py] CheckpointError: self_check: off by 3\nERROR more": "self_check: off by 3",
+    "  Value error, m: has no self_check.json [type=value_error]\n    For further": "m: has no "
+    "self_check.json [type=value_error]",
+}
+
+
+@pytest.mark.parametrize("broken", [None, *LOGS])
 def test_doctor_runs_it(tmp_path, monkeypatch, broken) -> None:
     asked: dict[str, Any] = {}
+    method = "oss_fp8"
 
     def run(command: list[str], **options: Any) -> Any:
         asked.update(json.loads(command[-1]))
         if broken:
-            log = "ERROR [core.py] CheckpointError: self_check: off by 3\nERROR more"
-            return subprocess.CompletedProcess(command, 1, log, "RuntimeError: see above")
-        return subprocess.CompletedProcess(command, 0, "SMOKE [[1, 2], -3.0]", "")
+            return subprocess.CompletedProcess(command, 1, broken, "RuntimeError: see above")
+        return subprocess.CompletedProcess(command, 0, f'SMOKE [[1, 2], -3.0, "{method}"]', "")
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
     check = doctor._check_smoke(doctor.Options(model=tmp_path, self_check=True))
     assert asked["additional_config"] == ON["additional_config"]
     if broken:
-        assert check.status == FAIL and check.detail == "ended with status 1: self_check: off by 3"
+        assert check.status == FAIL and check.detail == f"ended with status 1: {LOGS[broken]}"
     else:
         assert check.status == OK and check.detail.endswith("; the self-check passed")
+        # vLLM's own methods compare nothing
+        method = "compressed-tensors"
+        check = doctor._check_smoke(doctor.Options(model=tmp_path, self_check=True))
+        assert check.status == FAIL and "nothing was compared with quantization" in check.detail
+        assert doctor._check_smoke(doctor.Options(model=tmp_path)).status == OK
 
 
 @pytest.mark.gpu

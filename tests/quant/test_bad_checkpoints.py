@@ -79,6 +79,28 @@ def test_half_an_mxfp4_weight_and_one_stored_twice_are_refused(
         checked(source, tmp_path)
 
 
+@pytest.mark.parametrize("experts", ["mxfp4", "bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("exponent", "message"),
+    [(255, "down_proj_scales' holds 255, the NaN of e8m0"), (254, "above what bfloat16 holds")],
+)
+def test_block_scales_that_are_no_numbers_are_refused(
+    models: Models, tmp_path: Path, experts: str, exponent: int, message: str
+) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(models("gpt-oss-mxfp4") / "model.safetensors")[name]
+    scales[0, 3] = exponent
+    source = changed(models, tmp_path, "gpt-oss-mxfp4", **{name.replace(".", "__"): scales})
+    run = Run(make_recipe({"experts": experts}), RunOptions(source, tmp_path / "out"))
+    if experts == "mxfp4" and exponent == 254:
+        # the number is one of MXFP4, and no weight is unpacked
+        run.execute()
+        return
+    with pytest.raises(CheckpointError, match=message):
+        run.execute()
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_integer_weights_are_refused(models: Models, tmp_path: Path) -> None:
     name = "model__layers__0__mlp__up_proj__weight"
     weight = torch.ones(96, 64, dtype=torch.int32)

@@ -312,6 +312,14 @@ def test_an_adapter_on_mxfp4_experts_makes_mxfp4_again(models: Models, tmp_path:
     assert "| Adapter merged | lora |" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_merge_that_the_dtype_does_not_hold_is_refused(models: Models, tmp_path: Path) -> None:
+    a, b = factors(64, 64, 4)
+    adapter = write_adapter(tmp_path / "lora", lora(QUERY, a * 1e25, b * 1e25))
+    reader = SourceReader(models("gpt-oss"), adapter)
+    with pytest.raises(CheckpointError, match=r"--adapter=.*q_proj\.weight' .*expected what torch"):
+        reader.read(f"{QUERY}.weight")
+
+
 def test_merged_while_calibrating_as_merged_before(
     models: Models, tmp_path: Path, text_file: Path
 ) -> None:

@@ -129,9 +129,13 @@ class LoraAdapter:
         return self._weights.digest()
 
     def merge(self, name: str, tensor: torch.Tensor, index: int | None = None) -> torch.Tensor:
-        """``tensor`` changed, in its dtype; it is the ``index``-th slice of ``name``, if given."""
+        """``tensor`` changed, in its dtype; it is the ``index``-th slice of ``name``, if given.
+
+        Raises:
+            CheckpointError: the dtype does not hold a merged value.
+        """
         if name in self._replaced:
-            return self._weights.read(self._replaced[name], index).to(tensor.dtype)
+            return self._held(name, self._weights.read(self._replaced[name], index), tensor.dtype)
         if tensor.dim() == 3:
             return torch.stack([self.merge(name, part, i) for i, part in enumerate(tensor)])
         merged = tensor.float()
@@ -145,7 +149,16 @@ class LoraAdapter:
             delta = lora.scaling * (b @ a)
             transposed = (lora.experts and not lora.swapped) or lora.expert is not None
             merged = merged + (delta.t() if transposed else delta)
-        return merged.to(tensor.dtype)
+        return self._held(name, merged, tensor.dtype)
+
+    def _held(self, name: str, merged: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        held = merged.to(dtype)
+        if not bool(held.isfinite().all()):
+            raise CheckpointError(
+                f"--adapter={str(self.folder)!r}: {name!r} with the adapter holds "
+                f"{merged.float().abs().max().item()!r}; expected what {dtype} holds"
+            )
+        return held
 
     def _factor(self, name: str) -> torch.Tensor:
         """A factor in float32; the last two are kept for the next expert."""

@@ -23,6 +23,8 @@ SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_NAME = 512
 _CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
+# the NaN of e8m0, the exponents of MXFP4 blocks
+_E8M0_NAN = 255
 _SAMPLE, _STRIDE = 1 << 12, 1 << 22  # bytes hashed, of every so many
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
@@ -107,7 +109,8 @@ class CheckpointReader:
         """Read a tensor, or its ``index``-th slice along the first dimension.
 
         Raises:
-            CheckpointError: no such tensor, or it holds NaN or Inf.
+            CheckpointError: no such tensor, or it holds NaN or Inf, which is 255 in block scales of
+                MXFP4 experts.
         """
         path = self._file_of(name)
         self.dtype(name)
@@ -122,6 +125,11 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} holds NaN or Inf; expected finite numbers"
                 )
+        elif name.endswith("_proj_scales") and bool((tensor == _E8M0_NAN).any()):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} holds {_E8M0_NAN}, the NaN of e8m0; expected finite "
+                f"block scales"
+            )
         return tensor
 
     def total_bytes(self) -> int:
