@@ -46,6 +46,11 @@ def levels_of(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor 
     return levels[: 2 * rows]
 
 
+def values_of(levels: torch.Tensor) -> torch.Tensor:
+    """Values [M, K] float32 of both levels [2 M, K], in units of their row's scale."""
+    return levels[::2].float() + levels[1::2].float() / 16.0
+
+
 def sum_of_levels(
     product: Callable[..., torch.Tensor],
     levels: torch.Tensor,

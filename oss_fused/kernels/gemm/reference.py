@@ -7,7 +7,7 @@ import torch
 
 from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.packed import BF16, PACKED, product
-from oss_fused.kernels.levels import has_two_levels, levels_of
+from oss_fused.kernels.levels import has_two_levels, levels_of, values_of
 from oss_fused.kernels.quantize.reference import quantize_levels, quantize_rows
 
 # dtypes of weights that hold e4m3 codes as bf16 numbers
@@ -28,7 +28,7 @@ def fp8_gemm(
 ) -> torch.Tensor:
     """``(a @ b.T) * a_scale * b_scale.T + bias``; see kernels/gemm for the contract."""
     both = levels_of(a, levels)
-    values = a.float() if both is None else both[::2].float() + both[1::2].float() / 16.0
+    values = a.float() if both is None else values_of(both)
     return _scaled_product(values, b, a_scale.view(-1, 1), b_scale, bias).to(out_dtype)
 
 

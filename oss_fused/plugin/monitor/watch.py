@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from oss_fused.errors import OssFusedError
-from oss_fused.kernels.levels import levels_of
+from oss_fused.kernels.levels import levels_of, values_of
 from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
@@ -154,7 +154,7 @@ class Monitor:
         levels = levels_of(x, arguments[at]) if at < len(arguments) else None
         if levels is None:
             return E4M3.max
-        return (levels[::2].float() + levels[1::2].float() / 16).abs().amax(-1)
+        return values_of(levels).abs().amax(-1)
 
     def end_step(self) -> None:
         """After each step: send a sample off, or begin one with the next step."""
