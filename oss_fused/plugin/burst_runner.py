@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.plugin.draft_graphs import draft_in_one_graph
 from oss_fused.plugin.drafts import adopt_head_attention, pick_from_own_vocabulary
+from oss_fused.plugin.last_layer import sampled_rows
 from oss_fused.plugin.options import serving_options
 from oss_fused.plugin.rejection import shorten_verification
 from oss_fused.plugin.step_graphs import use_whole_graphs
@@ -64,18 +65,20 @@ class BurstRunner(GPUModelRunner):
         """As GPUModelRunner; remembers how many tokens each request decodes."""
         self.burst = getattr(scheduler_output, "burst", 1)
         # of a dummy step, which has no inputs to prepare, nothing is known
-        self.model_state.decodes = False
+        self.model_state.decodes, self.model_state.sampled = False, None
         return super().execute_model(scheduler_output, *args, **options)
 
     def prepare_inputs(
         self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> Any:
-        """As GPUModelRunner; remembers the graph, and tells the model state what it holds."""
+        """As GPUModelRunner; remembers the graph, and tells the model state what the step needs."""
         self._desc = batch_desc
         self.model_state.decodes = batch_desc.uniform_token_count is not None
-        return super().prepare_inputs(
+        batch = super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )
+        self.model_state.sampled = sampled_rows(self, batch, batch_desc.cg_mode)
+        return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """As GPUModelRunner; remembers tables and slots, and starts the clock."""

@@ -95,6 +95,8 @@ READ = {
     f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
     f"{_MODELS}.registry:_ModelRegistry": "models",
     "vllm.forward_context:BatchDescriptor": "",
+    "vllm.forward_context:ForwardContext": "attn_metadata",
+    "vllm.forward_context:get_forward_context": "",
     "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",
     "vllm.platforms.interface:Platform": (
@@ -154,10 +156,14 @@ READ = {
         "seq_lens seq_lens_cpu_upper_bound"
     ),
     f"{_WORKER}.model_runner:GPUModelRunner": (
-        "cudagraph_manager rejection_sampler speculator use_aux_hidden_state_outputs"
+        "aux_output_connector cudagraph_manager prompt_logprobs_worker rejection_sampler "
+        "speculator use_aux_hidden_state_outputs"
     ),
     f"{_WORKER}.model_states.default:DefaultModelState": (
         "device dtype max_num_reqs model model_config vllm_config"
+    ),
+    f"{_WORKER}.sample.prompt_logprob:PromptLogprobsWorker": (
+        "in_progress_prompt_logprobs token_id_scores"
     ),
     f"{_WORKER}.sample.sampler:Sampler": (
         "compute_nans needs_logits_processing req_states return_sampling_mask sampling_states "

@@ -8,6 +8,7 @@ work whose result is not read, or is known before:
 - attention metadata of a step that replays a CUDA graph: the decode kernel reads block table,
   lengths and slots, which the runner has written to their buffers before. An EAGLE draft model
   gets it where it asks for it: its own graphs do not;
+- the last decoder layer of a prompt's tokens that are not sampled from (last_layer.py);
 - positions and counts of a batch in which every request takes one token;
 - three of the four launches that find the likeliest tokens of a greedy batch;
 - launching the head operator by operator (lm_head.py).
@@ -37,6 +38,7 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.attention import MOST_QUERIES, OssAttentionImpl
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.layers.vllm.sampled_rows import note_rows
 
 # drafts whose model takes a step's metadata for its first pass alone
 EAGLE = ("eagle", "eagle3")
@@ -67,9 +69,11 @@ class OssModelState(DefaultModelState):
         metadata_is_read: something besides decode attention reads a decode step's metadata.
         draft_may_ask: only an EAGLE draft model may, where it runs without a graph.
         decodes: a graph that is replayed holds decode steps only.
+        sampled: the rows that the last decoder layer of the step computes; None: all.
     """
 
     decodes = True
+    sampled: torch.Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
@@ -102,7 +106,10 @@ class OssModelState(DefaultModelState):
         decodes = self.decodes and mode.mixed_mode() != CUDAGraphMode.FULL
         make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)
         if not replayed or not decodes or self.metadata_is_read:
-            return make()
+            metadata = make()
+            if self.sampled is not None:
+                note_rows(metadata[self.model.last_attention], self.sampled)
+            return metadata
         if not self.draft_may_ask:
             return {}
         written = any(_writes_metadata(group) for groups in args[2] for group in groups)

@@ -40,6 +40,7 @@ from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.layers.vllm.rope_attention import fuse_rope
 from oss_fused.layers.vllm.warmup import collect, finish, max_tokens
 from oss_fused.plugin.config import OssFp8Config
+from oss_fused.plugin.last_layer import mark_last_layer
 from oss_fused.plugin.monitor import watch as monitor
 from oss_fused.quant.settings import ServingOptions
 
@@ -75,6 +76,8 @@ class _OssModel(nn.Module):
     options: ServingOptions
     # no part of another model, and no draft model beside one
     is_outermost = False
+    # attention of the last layer, where that layer can do with a step's sampled rows
+    last_attention: str | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model as vLLM does; change it if its quantisation is oss_fp8."""
@@ -105,6 +108,7 @@ class _OssModel(nn.Module):
 
             if brings_state(self.model):
                 self.get_model_state_cls = lambda: OssModelState
+                self.last_attention = mark_last_layer(self.model, vllm_config, options)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocabulary] of hidden states [T, H]."""

@@ -193,6 +193,7 @@ def test_what_a_step_remembers(timed, monkeypatch):
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, *args, **options: args)
     monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: "batch")
     monkeypatch.setattr(GPUModelRunner, "prepare_attn", lambda self, batch: ("tables", "slots"))
+    monkeypatch.setattr(module, "sampled_rows", lambda *arguments: arguments)
     runner.execute_model(SimpleNamespace(burst=5))
     assert runner.burst == 5
     # vLLM's warm-up schedules by itself
@@ -200,9 +201,13 @@ def test_what_a_step_remembers(timed, monkeypatch):
     assert runner.burst == 1
     assert runner.model_state.decodes is False
     for uniform in (1, None, 4):
-        graph = SimpleNamespace(uniform_token_count=uniform)
+        graph = SimpleNamespace(uniform_token_count=uniform, cg_mode="mode")
         assert runner.prepare_inputs(1, 2, graph, 0) == "batch" and runner._desc is graph
         assert runner.model_state.decodes is (uniform is not None)
+        assert runner.model_state.sampled == (runner, "batch", "mode")
+    # a step without inputs, as vLLM's warm-up runs
+    runner.execute_model(SimpleNamespace())
+    assert runner.model_state.sampled is None
     assert runner.prepare_attn(None) == (runner._tables, runner._slots) == ("tables", "slots")
     assert runner.timer.told == ["start"] * timed
 

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.attention import MOST_WINDOW
+from oss_fused.layers.vllm.sampled_rows import noted_rows, take_rows
 from oss_fused.layers.vllm.warmup import when_ready
 
 FP8 = torch.float8_e4m3fn
@@ -47,6 +48,8 @@ class OssAttentionImpl(FlashAttentionImpl):
     max_queries: int = 1
     # rotary embedding and cache write as one kernel, where rope_attention.py set it up
     rope: Any = None
+    # of the last decoder layer, which some steps need for sampled rows only (sampled_rows.py)
+    is_last = False
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Compile both kernels, for every number of splits, so that no request waits for them."""
@@ -78,8 +81,14 @@ class OssAttentionImpl(FlashAttentionImpl):
             and output_scale is None
             and output_block_scale is None
         )
-        if native and attn_metadata.max_query_len <= self.max_queries:
-            self._decode(layer, query, kv_cache, attn_metadata, output)
+        sampled = noted_rows(attn_metadata) if self.is_last else None
+        if native and sampled is not None:
+            attended = output.new_empty(sampled.shape[0], *output.shape[1:])
+            self._decode(layer, take_rows(query, sampled), kv_cache, attn_metadata, attended, False)
+            output.index_copy_(0, sampled, attended)
+        elif native and attn_metadata.max_query_len <= self.max_queries:
+            rows, several = attn_metadata.num_actual_tokens, attn_metadata.max_query_len > 1
+            self._decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
         elif native and self._reads_windows(attn_metadata):
             self._attend_window(layer, query, kv_cache, attn_metadata, output)
         else:
@@ -149,18 +158,17 @@ class OssAttentionImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
+        several: bool,
     ) -> None:
-        """Attention of up to max_queries tokens of each sequence, its last ones."""
-        rows = attn_metadata.num_actual_tokens
-        several = attn_metadata.max_query_len > 1
+        """Attention of the last token of each sequence, or of ``several``, up to max_queries."""
         keys, values, scales = self._cache(layer, query, kv_cache)
         torch.ops.oss_fused.decode_attention(
-            query[:rows],
+            query,
             keys,
             values,
             attn_metadata.block_table,
             attn_metadata.seq_lens,
-            output[:rows],
+            output,
             self.arrivals,
             self.scale,
             _window_of(self),

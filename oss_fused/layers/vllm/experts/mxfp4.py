@@ -25,6 +25,7 @@ from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.layers.vllm.checks import check_mxfp4_scale
 from oss_fused.layers.vllm.experts.loader import MXFP4_BLOCK, CheckedExperts, ExpertsLoader
 from oss_fused.layers.vllm.experts.reference import route_and_run
+from oss_fused.layers.vllm.sampled_rows import rows_of_step, take_rows
 from oss_fused.layers.vllm.warmup import max_routed_tokens, warm_routed
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
@@ -39,6 +40,9 @@ _FP8_MIN_TOKENS = {"auto": 512, "bf16": -1, "fp8": 256}
 
 class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
     """Routing, both products and the weighted sum of one gpt-oss layer, in native kernels."""
+
+    # attention of the last decoder layer, if these experts are its own (sampled_rows.py)
+    last_attention: str | None = None
 
     def __init__(self, moe: FusedMoEConfig, prefix: str, activations: str = "auto") -> None:
         """Make the method of one layer.
@@ -133,7 +137,19 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, H], router_logits [T, E] -> [T, H], this rank's share of the sum."""
+        """x [T, H], router_logits [T, E] -> [T, H], this rank's share of the sum.
+
+        Where the step names sampled rows, the others hold anything.
+        """
+        sampled = None if self.last_attention is None else rows_of_step(self.last_attention)
+        if sampled is None:
+            return self._run(layer, x, router_logits)
+        few = self._run(layer, take_rows(x, sampled), take_rows(router_logits, sampled))
+        return torch.empty_like(x).index_copy_(0, sampled, few)
+
+    def _run(
+        self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor
+    ) -> torch.Tensor:
         if self.on_cpu:
             activation = layer.activation.value
             fp8 = uses_fp8_activations(x.shape[0], activation, self.fp8_min_tokens)
