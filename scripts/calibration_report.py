@@ -15,19 +15,20 @@ input.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from harness.arguments import output_file, output_folder
+from harness.arguments import output_folder
 from harness.calibration_report import (
     FOLDER,
     append_trend,
     failures,
     figures_of,
     load_thresholds,
+    trend_file,
     write_report,
 )
+from harness.quality_report import load_quality
 
 from oss_fused.errors import OssFusedError
 from oss_fused.quant.record import load_record
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         record = load_record(args.folder)
-        quality = json.loads(args.quality.read_text()) if args.quality else None
+        quality = load_quality(args.quality) if args.quality else None
         thresholds = load_thresholds(args.thresholds) if args.thresholds else {}
         figures = figures_of(record, quality)
         runs = append_trend(args.trend, record, figures) if args.trend else []
@@ -60,7 +61,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="calibrated checkpoint, with calibration.json")
     add("--quality", type=Path, metavar="JSON", help="what scripts/evaluate.py wrote of it")
-    add("--trend", type=output_file, metavar="JSON", help="file that keeps the last 100 runs")
+    add("--trend", type=trend_file, metavar="JSON", help="file that keeps the last 100 runs")
     add("--thresholds", type=Path, metavar="JSON", help="limits; exit code 1 above one")
     add("--output", type=output_folder, metavar="DIR", help=f"default: FOLDER/{FOLDER}")
     return parser.parse_args(argv)

@@ -22,7 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness.arguments import output_file
-from harness.regression import Thresholds, append_history, compare_results, load_results
+from harness.regression import (
+    Thresholds,
+    append_history,
+    compare_results,
+    load_history,
+    load_results,
+)
 from harness.regression_report import make_report, trend_chart
 
 
@@ -71,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the check; returns the exit code."""
     args = parse(argv)
     try:
+        if args.history and args.history.exists():
+            load_history(args.history)  # said before the work: whether a run can be added
         results = load_results(args.results) if args.results else measure()
         if args.thresholds:
             thresholds = Thresholds(args.thresholds)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from oss_fused.errors import OssFusedError
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -111,6 +113,38 @@ def output_folder(text: str) -> Path:
             raise argparse.ArgumentTypeError(f"{text!r}: is a file; expected the name of a folder")
         writable(path / "file")
     return path
+
+
+def seed(text: str) -> int:
+    """A seed that torch takes, as argparse's ``type``.
+
+    Raises:
+        ArgumentTypeError: it is of more than 64 bits.
+    """
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise argparse.ArgumentTypeError(f"{value}: expected -2**63 to 2**64 - 1")
+    return value
+
+
+@contextmanager
+def content_of(flag: str, path: Path | str, expected: str) -> Iterator[None]:
+    """Inside, a user's file is read: what another content leads to is an error about the argument.
+
+    Args:
+        flag: name of the argument.
+        path: its value.
+        expected: what the file should be.
+
+    Raises:
+        ValueError: whatever was raised inside; the package's own errors stay as they are.
+    """
+    try:
+        yield
+    except OssFusedError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{flag}={str(path)!r}: expected {expected} ({error!r})") from None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import output_file
+from harness.calibration_report import trend_file
 from oss_fused.errors import SchemeError
 from oss_fused.quant.pipeline import BOTH
 from oss_fused.quant.recipe import Recipe, load_recipe
@@ -65,7 +65,7 @@ def _add_run_options(add: Callable[..., Any]) -> None:
     )
     add(
         "--trend",
-        type=output_file,
+        type=trend_file,
         metavar="JSON",
         help="file that keeps figures of the last 100 runs",
     )

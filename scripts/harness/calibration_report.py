@@ -7,6 +7,7 @@ scripts/evaluate.py.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import output_file
 from harness.calibration_charts import draw, worst
 from harness.quality_report import add_quality
-from harness.regression import HISTORY_RUNS, largest
+from harness.regression import HISTORY_RUNS, is_figures, largest, read_object
 from oss_fused.bench.report import Report
 from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
 
 FOLDER = "report"
 _WORST = 10
+_TREND = "oss_fused.calibration_trend"
 _HEADER = (
     *("linear", "scheme", "weight error", "output error", "error p50", "error p90", "error p99"),
     *("clipped", "KL, nats", "bytes before", "bytes after"),
@@ -82,6 +85,39 @@ def load_thresholds(path: Path) -> dict[str, float]:
         raise ValueError(f"{path}: no thresholds: {error}; expected {{figure: limit}}") from None
 
 
+def trend_file(text: str) -> Path:
+    """A trend file to add a run to, as argparse's ``type``; it need not exist.
+
+    Raises:
+        ArgumentTypeError: it holds something else, or cannot be written.
+    """
+    path = output_file(text)
+    try:
+        load_trend(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def load_trend(path: Path) -> list[dict[str, Any]]:
+    """The runs of a trend file, oldest first; none where there is no file.
+
+    Raises:
+        ValueError: the file is something else; names it.
+    """
+    raw = read_object(path) if path.exists() else {"kind": _TREND, "runs": []}
+    runs = raw.get("runs")
+    if (
+        raw.get("kind") != _TREND
+        or not isinstance(runs, list)
+        or not all(isinstance(run, dict) and is_figures(run.get("figures")) for run in runs)
+    ):
+        raise ValueError(
+            f"{path}: is no trend file; expected kind {_TREND} and runs with figures, or a new name"
+        )
+    return runs
+
+
 def append_trend(
     path: Path, record: CalibrationRecord, figures: Mapping[str, float]
 ) -> list[dict[str, Any]]:
@@ -90,12 +126,6 @@ def append_trend(
     Raises:
         ValueError: the file is something else; names it.
     """
-    runs = []
-    if path.exists():
-        try:
-            runs = json.loads(path.read_text())["runs"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}: is no trend file; name another") from None
     run = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": record.model,
@@ -103,8 +133,8 @@ def append_trend(
         "rounding": record.rounding,
         "figures": dict(figures),
     }
-    runs = [*runs, run][-HISTORY_RUNS:]
-    write_json(path, {"kind": "oss_fused.calibration_trend", "runs": runs})
+    runs = [*load_trend(path), run][-HISTORY_RUNS:]
+    write_json(path, {"kind": _TREND, "runs": runs})
     return runs
 
 

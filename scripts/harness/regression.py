@@ -66,7 +66,7 @@ def load_results(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: unreadable, not JSON, or not a result file; names the file.
     """
-    raw = _read_json(Path(path))
+    raw = read_object(Path(path))
     rows = raw.get("rows")
     if raw.get("format") != FORMAT or not isinstance(rows, list):
         raise ValueError(f"{path}: not a result file (format {raw.get('format')!r}, no rows)")
@@ -130,7 +130,7 @@ class Thresholds:
         self.path = Path(path)
         raw: dict[str, Any] = {"format": FORMAT}
         if self.path.exists():
-            raw = _read_json(self.path)
+            raw = read_object(self.path)
         self.default = raw.get("default", DEFAULT_ALLOWED)
         self.rows: dict[str, dict[str, float]] = raw.get("rows", {})
         sound = (
@@ -243,6 +243,30 @@ def _error_of(row: dict[str, Any]) -> float | None:
     return row.get("error", row.get("relative_error"))
 
 
+def load_history(path: Path) -> list[dict[str, Any]]:
+    """The runs of a history file, oldest first.
+
+    Raises:
+        ValueError: the file is not a history; names it.
+    """
+    raw = read_object(path)
+    runs = raw.get("runs")
+    if (
+        raw.get("format") != FORMAT
+        or not isinstance(runs, list)
+        or not all(isinstance(run, dict) and is_figures(run.get("latency_ms")) for run in runs)
+    ):
+        raise ValueError(
+            f"{path}: not a history file; expected format {FORMAT} and runs with latency_ms"
+        )
+    return runs
+
+
+def is_figures(value: Any) -> bool:
+    """Whether ``value`` is an object of numbers, NaN and infinite ones included."""
+    return isinstance(value, dict) and all(isinstance(x, int | float) for x in value.values())
+
+
 def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, Any]]:
     """Add a run to the history file and return the last HISTORY_RUNS runs, oldest first.
 
@@ -250,9 +274,7 @@ def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, 
         ValueError: the file is not a history; names it.
     """
     path = Path(path)
-    runs = _read_json(path).get("runs") if path.exists() else []
-    if not isinstance(runs, list):
-        raise ValueError(f"{path}: not a history file (no list of runs)")
+    runs = load_history(path) if path.exists() else []
     environment = results.get("environment", {})
     # a row's time in its own unit: trends are relative to its first
     latencies = {
@@ -268,7 +290,12 @@ def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, 
     return runs
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+        ValueError: unreadable, or something else; names the file.
+    """
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:

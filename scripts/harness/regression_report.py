@@ -41,6 +41,7 @@ def trend_chart(runs: Sequence[dict[str, Any]]) -> bytes:
     relative = {
         name: [(number, ms / points[0][1]) for number, ms in points]
         for name, points in series.items()
+        if points[0][1]
     }
     ylabel = "latency relative to the first run shown"
     return charts.lines(relative, f"run (last {len(runs)})", ylabel, level=1.0)

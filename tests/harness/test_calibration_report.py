@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ from harness.calibration_report import (
     failures,
     figures_of,
     load_thresholds,
+    trend_file,
     write_report,
 )
 
@@ -179,6 +181,26 @@ def test_command_line(tmp_path, capsys):
     assert main(arguments) == 2
 
 
+@pytest.mark.parametrize(
+    "quality",
+    [
+        *([1], {}, {"texts": 5}, {"texts": [{"candidates": []}]}),
+        {"texts": [{**QUALITY["texts"][0], "candidates": [{"perplexity_factor": 1.0}]}]},
+        {**QUALITY, "needles": [3]},
+    ],
+)
+def test_quality_of_another_shape_is_refused_before_the_trend_is_touched(tmp_path, capsys, quality):
+    write_record(tmp_path, make_record())
+    file, trend = tmp_path / "quality.json", tmp_path / "trend.json"
+    file.write_text(json.dumps(quality))
+    arguments = [str(tmp_path), "--quality", str(file), "--trend", str(trend)]
+    assert load("calibration_report").main(arguments) == 2
+    assert f"--quality='{file}': expected a JSON file of" in capsys.readouterr().err
+    assert not trend.exists() and not (tmp_path / "report").exists()
+    file.write_text(json.dumps(QUALITY))
+    assert load("calibration_report").main(arguments) == 0
+
+
 def test_calibrate_writes_one_and_survives_a_failure(tmp_path, capsys):
     calibrate = load("calibrate")
     write_record(tmp_path, make_record(data=False))
@@ -191,9 +213,21 @@ def test_calibrate_writes_one_and_survives_a_failure(tmp_path, capsys):
 
 def test_files_of_another_kind_are_refused(tmp_path):
     other = tmp_path / "other.json"
-    other.write_text('{"rows": 1}')
-    with pytest.raises(ValueError, match="is no trend file"):
-        append_trend(other, make_record(), {})
+    run = {"figures": {"size_ratio": "half"}}
+    for content in (
+        {"rows": 1},
+        {"runs": []},
+        {"kind": "oss_fused.calibration_trend"},
+        {"kind": "oss_fused.calibration_trend", "runs": [1]},
+        {"kind": "oss_fused.calibration_trend", "runs": [run]},
+    ):
+        other.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"other\.json: is no trend file"):
+            append_trend(other, make_record(), {})
+        # said before a run begins
+        with pytest.raises(argparse.ArgumentTypeError, match=r"other\.json: is no trend file"):
+            trend_file(str(other))
+        assert json.loads(other.read_text()) == content
     other.write_text('{"a": "b"}')
     with pytest.raises(ValueError, match="no thresholds"):
         load_thresholds(other)

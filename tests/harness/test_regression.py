@@ -125,6 +125,21 @@ def test_history_keeps_the_last_runs(tmp_path):
     assert trend_chart(runs).startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([], {"runs": []}, {"format": 1}, {"format": 1, "runs": [1]}),
+        {"format": 1, "runs": [{"latency_ms": {"a": "fast"}}]},
+    ],
+)
+def test_a_file_that_is_no_history_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "h.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"h\.json"):
+        append_history(path, results(row("a", 1.0)))
+    assert json.loads(path.read_text()) == content
+
+
 def test_tables_put_failures_first():
     rows = compare_results(BASE, results(row("a", 1.0), row("b", 2.0), row("c", 3.9)))
     report = make_report(rows)

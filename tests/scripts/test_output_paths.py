@@ -26,7 +26,7 @@ OWN_CHECKS = {
 
 
 WRITTEN = ("--output", "--json", "--summary", "--trend", "--csv", "--markdown", "--record")
-CHECKS = ("output_file", "output_folder", "summary_file")
+CHECKS = ("output_file", "output_folder", "summary_file", "trend_file")
 
 
 def unchecked():
