@@ -39,12 +39,12 @@ from harness.summary import merge_summary
 from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
-from oss_fused.errors import OssFusedError
+from oss_fused.errors import OssFusedError, SchemeError
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import check_device
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning import tile_table
-from oss_fused.tuning.cache import TuningCache
+from oss_fused.tuning.cache import CacheEntry, TuningCache
 from oss_fused.tuning.device import load_description
 from oss_fused.tuning.objective import Objective
 from oss_fused.tuning.result import TuningResult, trials_csv
@@ -125,6 +125,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--from {args.source!r}: recovery expects a GPU's name, others none")
     if args.seconds and args.target not in _TABLES:
         parser.error("--seconds: needs tiles or recovery")
+    if args.cache and (args.target or args.merge):
+        try:
+            output_file(str(args.cache))
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--cache: {error}")
     if args.summary and not (args.source and args.output):
         parser.error("--summary: needs recovery, and --output, which it names as the source")
     return args
@@ -210,6 +215,18 @@ def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]
     return device, tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
 
 
+def entries_of(cache: TuningCache) -> dict[str, CacheEntry]:
+    """What the cache holds; its file stays as it is.
+
+    Raises:
+        SchemeError: the file is no cache.
+    """
+    try:
+        return cache.read()
+    except SchemeError as error:
+        raise SchemeError(f"--cache: {error}") from None
+
+
 def shares_of(found: list[Recovery]) -> list[dict[str, Any]]:
     """Rows of the output of recovery."""
     return [{**asdict(recovery), "share": recovery.share} for recovery in found]
@@ -255,6 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     results: list[TuningResult] = []
     recovered: list[Recovery] = []
     try:
+        if args.cache:
+            entries_of(cache)  # a file that the user named, and that is no cache, is not renamed
         if args.merge:
             if not args.merge.is_file():
                 raise ValueError(f"--merge {args.merge}: no such file")
@@ -277,7 +296,8 @@ def main(argv: list[str] | None = None) -> int:
                 }
             )
         if args.differences:
-            print(differences(cache.entries().values(), *args.differences).text())
+            print(differences(entries_of(cache).values(), *args.differences).text())
+        listed = entries_of(cache) if args.list else {}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -288,8 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         args.csv.write_text(trials_csv(results))
     if args.list:
-        print(f"{len(cache.entries())} configs in {cache.path}", file=sys.stderr)
-        for name, entry in sorted(cache.entries().items()):
+        print(f"{len(listed)} configs in {cache.path}", file=sys.stderr)
+        for name, entry in sorted(listed.items()):
             config = " ".join(f"{key}={value}" for key, value in entry.config.items())
             print(f"{name}: {entry.metrics.get('latency_ms')} ms with {config}", file=sys.stderr)
     if args.output:

@@ -116,6 +116,20 @@ class TuningCache:
             self._stamp = self._file_stamp()
         return dict(self._entries)
 
+    def read(self) -> dict[str, CacheEntry]:
+        """Every entry by the text of its key; unlike ``entries``, never sets the file aside.
+
+        Raises:
+            SchemeError: the file is no cache, or cannot be read.
+        """
+        try:
+            return self._parse()
+        except (*_CORRUPT, OSError) as error:
+            raise SchemeError(
+                f"{self.path}: not a tuning cache ({type(error).__name__}: {error}); expected a "
+                f"file that a tuner wrote"
+            ) from None
+
     def get(self, key: CacheKey) -> CacheEntry | None:
         """The entry of exactly this key, or None."""
         return self.entries().get(str(key))
@@ -142,14 +156,7 @@ class TuningCache:
         """
         if isinstance(other, TuningCache):
             return self._update(other.entries(), keep_better=True)
-        try:
-            entries = TuningCache(other)._parse()
-        except _CORRUPT as error:
-            raise SchemeError(
-                f"{other}: not a tuning cache ({type(error).__name__}: {error}); expected a file "
-                f"that a tuner wrote"
-            ) from None
-        return self._update(entries, keep_better=True)
+        return self._update(TuningCache(other).read(), keep_better=True)
 
     def _update(self, new: dict[str, CacheEntry], keep_better: bool) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)

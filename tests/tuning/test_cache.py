@@ -98,6 +98,16 @@ def test_damaged_file_is_set_aside_not_fatal(tmp_path, text):
     assert TuningCache(path).get(KEY) is not None
 
 
+def test_reading_leaves_a_file_that_is_no_cache_and_refuses_a_folder(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text("[1]")
+    for place in (path, tmp_path):
+        with pytest.raises(SchemeError, match="not a tuning cache"):
+            TuningCache(place).read()
+    assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
+    assert TuningCache(tmp_path / "none.json").read() == {}
+
+
 def test_concurrent_writers_lose_nothing(tmp_path):
     path = tmp_path / "c.json"
     code = (
