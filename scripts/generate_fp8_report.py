@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import attention_regression
-from harness.arguments import Help, output_folder
+from harness.arguments import Help, content_of, output_folder
 
 from oss_fused.bench.report import Report
 
@@ -30,10 +30,8 @@ _COLUMNS = (
 )
 
 
-def make_report(
-    results: dict[str, Any], runs: list[dict[str, float]], limits: dict[str, float]
-) -> Report:
-    """The report of an evaluation and its trend.
+def make_report(results: dict[str, Any]) -> Report:
+    """The report of an evaluation.
 
     Raises:
         KeyError: ``results`` is no evaluation.
@@ -55,8 +53,6 @@ def make_report(
         tried = group["candidates"].items()
         cells = [(size, f"{one['clip_ratio']:.3%}") for size, one in tried]
         report.table(("group size", "clipped"), cells)
-    if runs:
-        attention_regression.add_trend(report, runs, limits)
     return report
 
 
@@ -69,11 +65,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=output_folder, default=Path("reports"), help="folder")
     args = parser.parse_args(argv)
     try:
-        results = json.loads(args.accuracy.read_text())
-        runs = attention_regression.load_trend(args.trend) if args.trend else []
-        report = make_report(results, runs, attention_regression.load_limits(args.thresholds, {}))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {args.accuracy}: {error!r}", file=sys.stderr)
+        with content_of("ACCURACY", args.accuracy, "a result of eval_attention_accuracy.py --fp8"):
+            report = make_report(json.loads(args.accuracy.read_text()))
+        limits = attention_regression.load_limits(args.thresholds, {})
+        if args.trend:
+            with content_of("--trend", args.trend, "a trend of eval_attention_accuracy.py"):
+                runs = attention_regression.load_trend(args.trend)
+                if runs:
+                    attention_regression.add_trend(report, runs, limits)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     report.write(args.output, "fp8_report", "fp8_report-")

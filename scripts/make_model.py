@@ -24,6 +24,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from harness.arguments import positive, seed
+
 from oss_fused.errors import CheckpointError, OssFusedError
 
 
@@ -69,18 +71,10 @@ def parse_args(
         "--draft", choices=layouts, help="write a draft head for the model, in this layout"
     )
     parser.add_argument("--layers", type=positive, help="another number of layers")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--seed", type=seed, default=0, help="default: 0")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     return parser.parse_args()
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.arguments import seed
+
 from oss_fused.errors import OssFusedError
 
 
@@ -84,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     add("--seconds", type=float, help="end after that many, if steps are left")
     add("--batch", type=int, default=64, help="samples of 512 bytes a step (default: 64)")
     add("--learning-rate", type=float, default=2e-3, help="default: 0.002")
-    add("--seed", type=int, default=0, help="default: 0")
+    add("--seed", type=seed, default=0, help="default: 0")
     add("--start", type=Path, metavar="DIR", help="checkpoint to train further, bf16 or MXFP4")
     add("--text", type=Path, nargs="+", default=[], help="files to learn from instead")
     add("--needle", type=int, metavar="N", help="learn to find a pass key in N positions")

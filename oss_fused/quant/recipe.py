@@ -185,7 +185,7 @@ def make_recipe(settings: dict[str, Any]) -> Recipe:
         SchemeError: names the setting, its value and what was expected.
     """
     try:
-        return Recipe(**settings)
+        return Recipe.model_validate(settings)
     except ValidationError as error:
         lines = []
         for item in error.errors():

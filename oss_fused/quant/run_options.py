@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from oss_fused.errors import OssFusedError
+from oss_fused.kernels.checks import check_device
 from oss_fused.quant.checkpoint.place import check_apart, check_replaceable, real
 from oss_fused.quant.dataset import PYTHON
 from oss_fused.quant.recipe import Recipe
@@ -51,12 +52,10 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise OssFusedError(f"--device={name!r}: expected auto, cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OssFusedError(f"--device={name!r}: this machine has no usable NVIDIA GPU; use cpu")
-    return torch.device(name)
+    try:
+        return check_device(name)
+    except OssFusedError as error:
+        raise OssFusedError(f"--{error}, or 'auto'") from None
 
 
 def check_output(options: RunOptions, recipe: Recipe) -> None:

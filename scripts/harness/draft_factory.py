@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from harness.folder import ShardWriter, atomic_folder
-from harness.model_factory import CLASSES, Maker, Shape, check_device, draw_attention, draw_mlp
+from harness.model_factory import CLASSES, Maker, Shape, draw_attention, draw_mlp
 from oss_fused.errors import UnsupportedModelError
 from oss_fused.files import write_json
+from oss_fused.kernels.checks import check_device
 
 LAYOUTS = ("specforge", "speculators", "peagle", "dflash")
 # of both published heads of gpt-oss-20b, whose hidden size is 2880
@@ -54,7 +55,7 @@ def make_draft(
 
     Raises:
         UnsupportedModelError: ``layout`` is unknown.
-        UnsupportedDeviceError: ``device`` is not here.
+        UnsupportedDeviceError, BackendUnavailableError: ``device`` is not here.
         CheckpointError: ``output`` exists, or writing failed.
     """
     if layout not in LAYOUTS:

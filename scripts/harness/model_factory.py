@@ -19,8 +19,9 @@ import torch
 
 from harness.folder import ShardWriter, atomic_folder
 from harness.tokenizer import save_tokenizer
-from oss_fused.errors import UnsupportedDeviceError, UnsupportedModelError
+from oss_fused.errors import UnsupportedModelError
 from oss_fused.files import write_json
+from oss_fused.kernels.checks import check_device
 
 ROUTER_LOGIT_STD = 1.5
 # residual branches are damped as in trained models, so that tokens stay distinguishable
@@ -107,7 +108,7 @@ def make_model(
 
     Raises:
         UnsupportedModelError: MXFP4 asked for a dense model or a size that is no multiple of 32.
-        UnsupportedDeviceError: ``device`` is not here.
+        UnsupportedDeviceError, BackendUnavailableError: ``device`` is not here.
         CheckpointError: ``output`` exists, or writing failed.
     """
     check_device(device)
@@ -131,14 +132,6 @@ def make_model(
         write_json(folder / "generation_config.json", {**generation, "pad_token_id": ids["pad"]})
         write_json(folder / "config.json", config_of(shape, weight_format, ids))
     return writer.total_bytes
-
-
-def check_device(device: torch.device | str) -> None:
-    """Raise UnsupportedDeviceError unless tensors can be made on ``device``."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnsupportedDeviceError(f"device {device}: cannot be used: {error}") from error
 
 
 def config_of(shape: Shape, weight_format: str, ids: dict[str, int]) -> dict[str, Any]:

@@ -13,6 +13,22 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
 
+FILES = {
+    "list.json": [1],
+    "empty.json": {},
+    "runs.json": {"runs": [1]},
+    "texts.json": {"texts": [1]},
+    "curves.json": {"curves": [1]},
+    "roof.json": {"ceilings": {"device": "d", "bandwidth_gbps": "x", "tflops": {"bfloat16": 1}}},
+    "rows.json": {
+        "ceilings": {"device": "d", "bandwidth_gbps": 1.0, "tflops": {"bfloat16": 1.0}},
+        "rows": [1],
+    },
+    "key.yaml": "1: 2",
+    "broken/config.json": "no JSON",
+    "sizes/config.json": {"model_type": "llama", "hidden_size": "wide"},
+}
+
 
 @pytest.mark.parametrize(
     ("command", "message"),
@@ -31,6 +47,50 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
         ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
         ("bench_streaming.py nowhere --output x.json", "model nowhere: no such folder"),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
+        ("analyze_model.py {tiny} --suite roof.json", "--suite='roof.json': expected a suite"),
+        ("analyze_model.py {tiny} --suite rows.json", "--suite='rows.json': expected a suite"),
+        ("analyze_model.py {tiny} --accuracy texts.json", "--accuracy='texts.json': expected a"),
+        ("analyze_model.py {tiny} --accuracy list.json", "--accuracy='list.json': expected a"),
+        (
+            "analyze_model.py {tiny} --history runs.json",
+            "--history='runs.json': expected a",
+        ),
+        (
+            "analyze_model.py {tiny} --history list.json",
+            "--history='list.json': expected a",
+        ),
+        ("analyze_model.py broken", "MODEL='broken': expected a config.json"),
+        ("analyze_model.py sizes", "MODEL='sizes': expected a config.json"),
+        ("ci_check.py --thresholds list.json --history runs.json", "runs.json: not a history file"),
+        (
+            "calibrate.py {tiny} --output o --trend runs.json",
+            "--trend: runs.json: is no trend",
+        ),
+        ("calibrate.py {tiny} --output o --device cpu:x", "--device='cpu:x': expected 'cpu'"),
+        ("calibrate.py {tiny} --output o --recipe key.yaml", "1=1: Keys should be strings"),
+        ("generate_fp8_report.py curves.json", "ACCURACY='curves.json': expected a result of"),
+        ("generate_fp8_report.py empty.json", "ACCURACY='empty.json': expected a result of"),
+        (
+            "make_model.py --output o --seed 18446744073709551616",
+            "--seed: 1844674407",
+        ),
+        ("make_model.py --output o --device meta", "device='meta': expected 'cpu'"),
+        ("make_model.py --draft peagle --output o --device meta", "device='meta': expected 'cpu'"),
+        (
+            "train_tiny_gpt_oss.py --output o --seed 18446744073709551616",
+            "--seed: 1844674407",
+        ),
+        ("tune.py --list --cache list.json", "--cache: list.json: not a tuning cache"),
+        ("tune.py --differences a b --cache list.json", "--cache: list.json: not a tuning cache"),
+        ("tune.py --list --cache sizes", "--cache: sizes: not a tuning cache"),
+        (
+            "tune.py simulate --device low_bw --sizes 64x64x64 --cache list.json",
+            "--cache: list.json: not a tuning cache",
+        ),
+        (
+            "tune.py simulate --device low_bw --sizes 64x64x64 --cache sizes",
+            "--cache: 'sizes': is a folder",
+        ),
         (
             "evaluate_logits.py --model {tiny} --arm a= --length 0 --output x.json",
             "--length 0: expected at least 1",
@@ -42,8 +102,10 @@ TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_gpt_oss"
     ],
 )
 def test_is_refused(command: str, message: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    for name, content in {"list.json": [1], "empty.json": {}}.items():
-        (tmp_path / name).write_text(json.dumps(content))
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    before = files(tmp_path)
     monkeypatch.chdir(tmp_path)
     script, *arguments = command.format(tiny=TINY).split()
     monkeypatch.setattr(sys, "argv", [script, *arguments])
@@ -51,3 +113,8 @@ def test_is_refused(command: str, message: str, tmp_path: Path, monkeypatch, cap
         runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+    assert files(tmp_path) == before
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
