@@ -1,12 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""Files that a reader never sees half-written."""
+"""Files that a reader never sees half-written, and places where one can be made."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
+
+
+def writable(path: Path) -> Path:
+    """Find out before the work, not after it, whether ``path`` can be created; nothing is made.
+
+    Returns:
+        The nearest folder around ``path`` that exists.
+
+    Raises:
+        OSError: its folder cannot be made, or nothing can be written there.
+    """
+    folder = path.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    return folder
 
 
 def write_json(path: Path, value: Any) -> None:

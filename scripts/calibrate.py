@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from oss_fused.errors import OssFusedError, SchemeError
 from oss_fused.quant.calibrator import Run, Summary
-from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, split_formats
+from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, rehearse
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
 from oss_fused.quant.run_options import RunOptions
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             kept={"--trend": args.trend} if args.trend else {},
         )
         if args.dry_run:
-            for part in split_formats(recipe, options) if both else [(recipe, options)]:
-                describe(Run(*part))
+            for run in rehearse(recipe, options, both):
+                describe(run)
             return 0
         pages = partial(write_pages, trend=args.trend)
         if both:

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare, compare_report, streaming, summary
-from harness.arguments import writable
 from harness.arms import check_model
 from harness.compare_options import make_parser
 from harness.grid import make_grid
@@ -43,7 +42,7 @@ from harness.server import Server
 
 from oss_fused.environment import fingerprint, has_gpu
 from oss_fused.errors import OssFusedError, ServerError
-from oss_fused.files import write_json
+from oss_fused.files import writable, write_json
 
 _GPU_WARMUPS = 4
 _STREAMED_PAIRS = 2

@@ -15,6 +15,7 @@ from oss_fused.errors import CheckpointError
 from oss_fused.quant.calibrator import Progress, Run, Summary
 from oss_fused.quant.checkpoint.place import OutputLock, real
 from oss_fused.quant.checkpoint.reader import CheckpointReader
+from oss_fused.quant.checkpoint.writer import check_places
 from oss_fused.quant.plan import make_plan
 from oss_fused.quant.policy import LEVELS, Outcome, PolicySearch
 from oss_fused.quant.recipe import OF_LINEARS, Recipe
@@ -77,13 +78,12 @@ def calibrate(
     run = Run(recipe, options)
     if recipe.accuracy_target is None:
         return run.execute(progress, complete)
-    plain = recipe.model_copy(update=_NO_SEARCH)
-    output = real(options.output)
-    base = options.stage or output.with_name(f"{output.name}.all-fp8-{run.identity()}")
+    check_places(_places(run))
+    plain, base = recipe.model_copy(update=_NO_SEARCH), _base_folder(run)
     # held for the whole search: another run of the same settings would replace the base meanwhile
-    lock = OutputLock(output)
+    lock = OutputLock(real(options.output))
     try:
-        if base.is_dir() and (options.stage is not None or options.resume):
+        if _is_made(base, options):
             _check_stage(base, plain, run)
         else:
             _make_base(run, plain, options, base, progress)
@@ -97,6 +97,31 @@ def calibrate(
     if options.stage is None:
         shutil.rmtree(base)
     return summary
+
+
+def rehearse(recipe: Recipe, options: RunOptions, both: bool = False) -> list[Run]:
+    """Refuse what ``calibrate`` or ``calibrate_both`` refuse before hours of work; write nothing.
+
+    Args:
+        recipe: what would be made.
+        options: where and how.
+        both: for ``calibrate_both``.
+
+    Returns:
+        The runs that would write the checkpoints.
+
+    Raises:
+        OssFusedError: bad input.
+        OSError: the disk is full.
+    """
+    if both:
+        (recipe, options), second = split_formats(recipe, options)
+        run, standing = _first_of_both(recipe, options)
+        runs = [*([] if standing else [run]), Run(*second)]
+    else:
+        runs = [Run(recipe, options)]
+    check_places({place: size for run in runs for place, size in _places(run).items()})
+    return runs
 
 
 def split_formats(
@@ -138,17 +163,59 @@ def calibrate_both(
         A summary for each checkpoint that was written.
     """
     (fp8, first), (plain, second) = split_formats(recipe, options)
-    run = Run(fp8, dataclasses.replace(first, overwrite=True) if options.resume else first)
+    run, standing = _first_of_both(fp8, first)
     # said before hours of work: whether the second can be made
-    make_plan(run.skeleton, plain)
+    plan = make_plan(run.skeleton, plain)
     check_output(second, plain)
+    size = sum(spec.nbytes for spec in plan.specs)
+    check_places({**({} if standing else _places(run)), second.output: size})
     summaries = []
-    if not options.resume or _made_otherwise(first.output, fp8, run):
+    if not standing:
         summaries.append(calibrate(fp8, first, progress, say, complete=complete))
     made = CheckpointReader(first.output, quantised=True)
     search = SearchResult(load_record(first.output), {}, [], None)
     summaries.append(Run(plain, second, made, search).execute(progress, complete))
     return summaries
+
+
+def _first_of_both(recipe: Recipe, options: RunOptions) -> tuple[Run, bool]:
+    """The run of the first checkpoint, and whether a resume finds it made already."""
+    if not options.resume:
+        return Run(recipe, options), False
+    run = Run(recipe, dataclasses.replace(options, overwrite=True))
+    made = not _made_otherwise(options.output, recipe, run)
+    if not made:
+        check_output(options, recipe)
+    return run, made
+
+
+def _base_folder(run: Run) -> Path:
+    """Where a search keeps the checkpoint with everything in FP8."""
+    output = real(run.options.output)
+    beside = output.with_name(f"{output.name}.all-fp8-{run.identity()}")
+    return run.options.stage or beside
+
+
+def _is_made(base: Path, options: RunOptions) -> bool:
+    """Whether the checkpoint with everything in FP8 is there to be taken."""
+    return base.is_dir() and (options.stage is not None or options.resume)
+
+
+def _places(run: Run) -> dict[Path, int]:
+    """Every checkpoint that a run is still to make -> its bytes; a mix has at least those of FP8.
+
+    Raises:
+        CheckpointError: the one with everything in FP8 is of another run, or its place is taken.
+    """
+    places = {run.options.output: run.output_bytes}
+    if run.recipe.accuracy_target is None:
+        return places
+    plain, base = run.recipe.model_copy(update=_NO_SEARCH), _base_folder(run)
+    if _is_made(base, run.options):
+        _check_stage(base, plain, run)
+        return places
+    check_output(_base_options(run.options, base), plain)
+    return {base: run.output_bytes, **places}
 
 
 def _search(
@@ -244,8 +311,12 @@ def _make_base(
     run: Run, plain: Recipe, options: RunOptions, base: Path, progress: Progress
 ) -> None:
     """The checkpoint with every chosen linear in FP8."""
-    # safe to replace: only this run makes a folder of this name
-    own = options.stage is None
-    base_run = Run(plain, dataclasses.replace(options, output=base, overwrite=own, stage=None))
+    base_run = Run(plain, _base_options(options, base))
     base_run.samples = run.samples
     base_run.execute(progress)
+
+
+def _base_options(options: RunOptions, base: Path) -> RunOptions:
+    # safe to replace: only this run makes a folder of this name
+    own = options.stage is None
+    return dataclasses.replace(options, output=base, overwrite=own, stage=None)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from oss_fused.errors import OssFusedError
+from oss_fused.files import writable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,19 +55,6 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{value}: expected 0 to 1")
     return value
-
-
-def writable(path: Path) -> None:
-    """Find out before the work, not after it, whether ``path`` can be created; nothing is made.
-
-    Raises:
-        OSError: its folder cannot be made, or nothing can be written there.
-    """
-    folder = path.parent
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def output_file(text: str) -> Path:

@@ -27,12 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import writable
 from harness.arms import CPU_ENVIRONMENT
 from harness.server import free_port
 
 from oss_fused.environment import fingerprint, has_gpu
-from oss_fused.files import write_json
+from oss_fused.files import writable, write_json
 from tests.deploy import cpu_parallel
 from tests.deploy.parallel_child import Answer
 from tests.plugin.conftest import build, reference_logprobs, to_mxfp4

@@ -7,6 +7,7 @@ import argparse
 import errno
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,9 @@ import yaml
 from harness import calibrate_options
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from oss_fused.quant import calibrator
 from oss_fused.quant.checkpoint import CheckpointWriter
+from oss_fused.quant.checkpoint.place import OutputLock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +82,58 @@ def test_a_dry_run_writes_nothing(script, model, tmp_path, capsys) -> None:
     output = tmp_path / "out"
     assert script.main([str(model), "--output", str(output), "--dry-run"]) == 0
     assert "14 in FP8, 1 kept (lm_head)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_refuses_what_the_run_would(script, model, tmp_path, capsys, monkeypatch) -> None:
+    def said(output: Path, *flags: str) -> str:
+        assert script.main([str(model), "--output", str(output), "--dry-run", *flags]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+    (tmp_path / "file").touch()
+    assert "nothing can be written beside it: " in said(tmp_path / "file" / "out")
+    lock = OutputLock(tmp_path / "out")
+    assert "another run is writing it" in said(tmp_path / "out")
+    lock.release()
+    # room for one checkpoint is not room for the search's two
+    need = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    usage = shutil.disk_usage(tmp_path)._replace(free=need)
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 999)
+    search = ["--dataset", str(text), "--accuracy-target", "1.01"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    samples = [torch.arange(9) for _ in range(16)]
+    monkeypatch.setattr(calibrator, "load_samples", lambda *_: samples)
+    monkeypatch.setattr(calibrator, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(calibrator, "load_prompts", lambda *_: [])
+    assert script.main([str(model), "--output", str(tmp_path / "new" / "out"), "--dry-run"]) == 0
+    capsys.readouterr()
+    assert "GB are free on that disk" in said(tmp_path / "out", *search)
+    # a stage of another run
+    (tmp_path / "stage").mkdir()
+    stage = said(tmp_path / "out", *search, "--fp8-stage", str(tmp_path / "stage"))
+    assert f"--fp8-stage='{tmp_path / 'stage'}': exists, but was made by another recipe" in stage
+    (tmp_path / "stage").rmdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "text.txt"]
+
+
+def test_assets_that_cannot_be_read_are_named_before_the_work(
+    script, model, tmp_path, capsys, monkeypatch
+) -> None:
+    original = Path.open
+
+    def denied(self: Path, *arguments: object, **named: object) -> object:
+        if self.name == "generation_config.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", denied)
+    for flags in (["--dry-run"], []):
+        assert script.main([str(model), "--output", str(tmp_path / "out"), *flags]) == 2
+        said = capsys.readouterr().err
+        assert "generation_config.json: cannot be read: Permission denied; expected a file" in said
     assert list(tmp_path.iterdir()) == []
 
 

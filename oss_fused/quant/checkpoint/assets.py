@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint.reader import INDEX, check_link
 
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
@@ -27,7 +28,7 @@ def find_assets(source: Path) -> dict[str, Path]:
     """Name -> file of the tokenizer, its chat templates, generation_config.json and licences.
 
     Raises:
-        CheckpointError: one is a link out of the checkpoint, or to nothing.
+        CheckpointError: one is a link out of the checkpoint or to nothing, or cannot be read.
     """
     found = {}
     for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
@@ -37,6 +38,12 @@ def find_assets(source: Path) -> dict[str, Path]:
             continue
         target = check_link(source, path)
         if target.is_file():
+            try:
+                target.open("rb").close()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be read: {error.strerror}; expected a file to copy"
+                ) from None
             found[str(path.relative_to(source))] = target
     return found
 

@@ -7,13 +7,16 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from oss_fused.errors import CheckpointError
+from oss_fused.files import writable
 from oss_fused.quant.checkpoint.assets import TEMPLATES
 
 # what a run makes beside files
@@ -80,6 +83,50 @@ def check_replaceable(place: Path, flag: str, overwrite: bool) -> None:
         )
 
 
+def check_writable(output: Path) -> Path:
+    """Refuse an output that cannot be made, or that another run writes; nothing is made.
+
+    Returns:
+        The nearest folder around it that exists.
+
+    Raises:
+        CheckpointError: says why not.
+        OSError: the disk is full.
+    """
+    with _writing_beside(output):
+        folder = writable(output)
+    if OutputLock.path_of(output).exists():
+        OutputLock(output).release()
+    return folder
+
+
+def check_room(output: Path, folder: Path, needed: int) -> None:
+    """Refuse an output that needs more bytes than are free on the disk of ``folder``.
+
+    Raises:
+        CheckpointError: names both.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"--output={str(output)!r}: needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are "
+            f"free on that disk"
+        )
+
+
+@contextmanager
+def _writing_beside(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(
+            f"--output={str(output)!r}: nothing can be written beside it: {error.strerror}; "
+            f"expected another place"
+        ) from None
+
+
 class OutputLock:
     """Keeps other runs off an output, by a locked file beside it.
 
@@ -93,7 +140,7 @@ class OutputLock:
             CheckpointError: another run holds it, or the disk cannot lock or make files there.
             OSError: the disk is full.
         """
-        self.path = output.with_name(f".{output.name}.lock")
+        self.path = self.path_of(output)
         self._handle: IO[str] | None = None
         while self._handle is None:
             handle = self._open(output)
@@ -114,17 +161,15 @@ class OutputLock:
                 if self._handle is None:
                     handle.close()
 
+    @staticmethod
+    def path_of(output: Path) -> Path:
+        """The file that is locked."""
+        return output.with_name(f".{output.name}.lock")
+
     def _open(self, output: Path) -> IO[str]:
-        try:
+        with _writing_beside(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             return open(self.path, "a")
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise CheckpointError(
-                f"--output={str(output)!r}: nothing can be written beside it: {error.strerror}; "
-                f"expected another place"
-            ) from None
 
     def release(self) -> None:
         """Drop the lock. A second call does nothing."""

@@ -13,7 +13,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ import torch
 
 from oss_fused import __version__
 from oss_fused.errors import CheckpointError
-from oss_fused.quant.checkpoint.place import OutputLock, check_replaceable, real
+from oss_fused.quant.checkpoint.place import (
+    OutputLock,
+    check_replaceable,
+    check_room,
+    check_writable,
+    real,
+)
 from oss_fused.quant.checkpoint.reader import INDEX, SINGLE
 
 _CODES = {
@@ -36,6 +42,7 @@ _CODES = {
     torch.int32: "I32",
 }
 _CHUNK = 1 << 24  # bytes read at once to check a shard
+_PARTIAL = ".partial-"  # between the output's name and the run's identity
 _STATE = "state"  # inside the partial folder; removed before the rename
 
 
@@ -91,7 +98,7 @@ class CheckpointWriter:
         """
         self.output = real(output)
         self.overwrite = overwrite
-        self.partial = self.output.with_name(f"{self.output.name}.partial-{identity}")
+        self.partial = self.output.with_name(f"{self.output.name}{_PARTIAL}{identity}")
         self.total_bytes = sum(spec.nbytes for spec in specs)
         self._shards = _split(specs, max_shard_bytes)
         self._places = _place(self._shards)
@@ -205,13 +212,7 @@ class CheckpointWriter:
             self._remove()
         if self._journal.exists():
             self._check_release()
-        have = sum(p.stat().st_blocks * 512 for p in self.partial.glob("*.safetensors"))
-        free = shutil.disk_usage(self.output.parent).free
-        if self.total_bytes - have > free:
-            raise CheckpointError(
-                f"--output={str(self.output)!r}: needs {self.total_bytes / 1e9:.2f} GB, but "
-                f"{free / 1e9:.2f} GB are free on that disk"
-            )
+        check_room(self.output, self.output.parent, self.total_bytes - _held([self.partial]))
         self.state.mkdir(parents=True, exist_ok=True)
         self._release.write_text(__version__)
         sync(self._release)
@@ -284,6 +285,35 @@ class CheckpointWriter:
             with open(path, "wb") as handle:
                 handle.write(header)
                 handle.truncate(size)
+
+
+def check_places(places: Mapping[Path, int]) -> None:
+    """Refuse, before a run, outputs that cannot be made or do not fit their disks together.
+
+    What unfinished runs hold counts as free: a resume has it, and any other run removes its own.
+
+    Args:
+        places: output -> its bytes.
+
+    Raises:
+        CheckpointError: names the output.
+        OSError: the disk is full.
+    """
+    needed: dict[int, int] = {}
+    for place, size in places.items():
+        output = real(place)
+        folder = check_writable(output)
+        begun = f"{output.name}{_PARTIAL}"
+        held = _held(path for path in folder.iterdir() if path.name.startswith(begun))
+        disk = folder.stat().st_dev
+        needed[disk] = needed.get(disk, 0) + max(0, size - held)
+        check_room(output, folder, needed[disk])
+
+
+def _held(partials: Iterable[Path]) -> int:
+    """Bytes on the disk of working folders."""
+    files = (file for partial in partials for file in partial.glob("*.safetensors"))
+    return sum(file.stat().st_blocks * 512 for file in files)
 
 
 def _split(specs: Sequence[TensorSpec], limit: int) -> list[tuple[str, list[TensorSpec]]]:
