@@ -11,7 +11,7 @@ from moe_layer import Layer, relative_error
 
 from oss_fused.errors import UnsupportedDtypeError
 from oss_fused.kernels.launch import runs_gluon
-from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_few
+from oss_fused.kernels.moe.config import ExpertShape, MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
@@ -73,6 +73,7 @@ CONFIGS = [
     MoEConfig(8, Tile(1, 1, 3), Tile(1, 1, 3, shares=4), True),
     MoEConfig(8, Tile(2, 2, 3), Tile(2, 2, 3, shares=2), True),
     MoEConfig(16, Tile(2, 1, 3), Tile(2, 1, 3), False),
+    MoEConfig(16, Tile(2, 1, 4), Tile(1, 2, 3), True),
 ]
 
 
@@ -84,21 +85,70 @@ def test_every_kind_of_tile(device, config):
     assert relative_error(actual, expected) < SAME_ARITHMETIC
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 32768])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 128, 1024, 8192])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_configs_meet_the_tensor_cores_least_width(pairs, fp8):
-    for experts in (8, 32, 128):
-        config = choose_config(pairs, experts, fp8)
+def test_configs_meet_the_tensor_cores_least_width(tokens, fp8):
+    for experts in (4, 8, 32, 128):
+        config = choose_config(tokens, ExpertShape(4, experts, 2880, 2880), fp8)
         for tile in (config.gate_up, config.down):
             assert config.rows * (1 if fp8 else 2) >= 16 and tile.stages >= 2
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_powers_of_two_meet_every_config(fp8):
-    for experts, top_k in ((32, 4), (128, 4), (128, 8), (8, 2)):
-        configs = {choose_config(top_k * 2**n, experts, fp8, True) for n in range(14)}
-        for tokens in range(1, 8192, 7):
-            assert choose_config(top_k * tokens, experts, fp8, True) in configs
+# gpt-oss-20b, 120b, and 120b on two ranks
+B20, B120, RANK = (
+    ExpertShape(4, *rest) for rest in ((32, 2880, 2880), (128, 2880, 2880), (128, 2880, 1440))
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "tile"),
+    [
+        (B20, 5, Tile(2, 1, 4)),
+        (B20, 9, Tile(2, 1, 4)),
+        (B20, 10, Tile(1, 2, 3)),
+        (B20, 17, Tile(1, 2, 3)),
+        (B20, 18, Tile(1, 1, 4)),
+        (B20, 32, Tile(1, 1, 4)),
+        (B20, 33, Tile(1, 2, 3)),
+        (B20, 96, Tile(1, 2, 3)),
+        (B120, 6, Tile(2, 1, 4)),
+        (B120, 8, Tile(1, 2, 3)),
+        (B120, 16, Tile(1, 1, 4)),
+        (RANK, 8, Tile(1, 1, 4)),
+        (RANK, 200, Tile(1, 1, 4)),
+    ],
+)
+def test_w2_of_few_pairs_fills_whole_waves(shape, tokens, tile):
+    assert choose_config(tokens, shape, False, True).down == tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "tile"),
+    [
+        (B20, 1, Tile(1, 4, 3)),
+        (B20, 2, Tile(1, 2, 6)),
+        (B20, 3, Tile(1, 2, 5)),
+        (B20, 4, Tile(1, 2, 4)),
+        (B20, 5, Tile(1, 2, 5)),
+        (B20, 32, Tile(1, 2, 5)),
+        (B120, 1, Tile(1, 2, 6)),
+        (B120, 2, Tile(1, 2, 6)),
+        (B120, 64, Tile(1, 2, 4)),
+        (RANK, 1, Tile(1, 4, 3)),
+        (RANK, 3, Tile(1, 2, 4)),
+        (RANK, 4, Tile(1, 2, 6)),
+        (RANK, 8, Tile(1, 2, 4)),
+        (RANK, 32, Tile(1, 2, 5)),
+    ],
+)
+def test_w13_of_few_pairs_fills_whole_waves(shape, tokens, tile):
+    assert choose_config(tokens, shape, False, True).gate_up == tile
+
+
+@pytest.mark.parametrize(("inter", "shares"), [(2880, 6), (1440, 3), (512, 1), (64, 1)])
+def test_no_share_of_few_pairs_is_empty(inter, shares):
+    down = choose_config(1, ExpertShape(4, 32, 2880, inter), False).down
+    assert (down.shares, down.depth) == (shares, 4)
 
 
 def test_silu_has_a_scale_for_each_row(device):
@@ -165,9 +215,10 @@ def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
     [(1, 2880, True), (4, 2880, True), (5, 2880, False), (1, 2944, False), (1, 1024, False)],
 )
 def test_who_takes_the_kernel_for_few_tokens(tokens, inter, taken):
-    config = choose_config(4 * tokens, 32, False, True)
+    config = choose_config(tokens, ExpertShape(4, 32, 2880, inter), False, True)
     assert takes_few(config, tokens, 2880, inter) == taken
-    for other in (choose_config(4, 32, True, True), choose_config(4, 32, False, False)):
+    for fp8 in (True, False):
+        other = choose_config(1, B20, fp8, gluon=fp8)
         assert not takes_few(other, 1, 2880, 2880)
 
 

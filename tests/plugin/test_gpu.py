@@ -12,7 +12,6 @@ import torch
 import oss_fused
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.levels import BF16_ROWS
-from oss_fused.layers.vllm import sampled_rows
 from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
@@ -99,53 +98,6 @@ def test_attention_kernels_agree(tmp_path, engine):
     assert ours[0] == theirs[0]
     # one e4m3 code that flips moves a log-probability of this model by about 0.1
     assert ours[1] == pytest.approx(theirs[1], abs=0.15)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_last_layer_of_sampled_rows(family, tmp_path, engine, monkeypatch):
-    """First tokens are those of all rows, which a prompt's log-probabilities ask for."""
-    from vllm import SamplingParams
-
-    from oss_fused.layers.vllm import attention
-    from oss_fused.layers.vllm.experts import mxfp4
-
-    taken = []
-
-    def take(x, rows):
-        taken.append((x.shape[0], len(rows)))
-        return sampled_rows.take_rows(x, rows)
-
-    for module in (attention, mxfp4):
-        monkeypatch.setattr(module, "take_rows", take)
-    folder = build(tmp_path, family, head_dim=64)
-    # a decode step has a graph, and steps with prompts have none
-    options = {**GRAPHS, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
-    served = engine(
-        to_mxfp4(folder) if family == "gpt_oss" else folder,
-        quantization="oss_fp8",
-        enable_prefix_caching=False,
-        **options,
-    )
-    prompts = [{"prompt_token_ids": (PROMPT * 5)[:length]} for length in (50, 3, 31)]
-    first = []
-    for all_rows in (False, True):
-        params = SamplingParams(
-            temperature=0, max_tokens=4, logprobs=0, ignore_eos=True, detokenize=False,
-            prompt_logprobs=0 if all_rows else None,
-        )  # fmt: skip
-        found = served.llm.generate(prompts, params, use_tqdm=False)
-        first.append(
-            [max(p.logprob for p in each.outputs[0].logprobs[0].values()) for each in found]
-        )
-        if all_rows:
-            assert not taken
-            continue
-        # attention, and in gpt-oss the experts' input and their logits
-        tokens = sum(len(each["prompt_token_ids"]) for each in prompts)
-        assert sum(rows for rows, _ in taken) == tokens * (3 if family == "gpt_oss" else 1)
-        taken.clear()
-    # another kernel's attention; a code that flips moves a log-probability by about 0.1
-    assert first[0] == pytest.approx(first[1], abs=0.15)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

@@ -14,6 +14,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from oss_fused.kernels.moe.config import (
+    ExpertShape,
     choose_config,
     fp8_rows,
     fp8_variant,
@@ -38,11 +39,12 @@ EXPERTS = ((32, 32, 4), (128, 128, 4), (64, 128, 4), (4, 4, 2), (8, 8, 2), (60, 
 @pytest.mark.parametrize(("experts", "of_all", "top_k"), EXPERTS)
 @pytest.mark.parametrize("fp8_from", [256, 512, 1 << 30])
 def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
-    warmed = first_of_each(limit, lambda t: mxfp4_variant(t, top_k, experts, of_all, t >= fp8_from))
+    shape = ExpertShape(top_k, experts, 2880, 2880)
+    warmed = first_of_each(limit, lambda t: mxfp4_variant(t, shape, of_all, t >= fp8_from))
 
     def kernels(tokens, gluon):
         fp8 = tokens >= fp8_from
-        config = choose_config(tokens * top_k, experts, fp8, gluon)
+        config = choose_config(tokens, shape, fp8, gluon)
         blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
         return fp8, config, config.sorted_codes and placing_chunk(tokens, top_k), blocks
 
@@ -200,7 +202,7 @@ def test_a_method_tells_batches_apart(monkeypatch):
     method = OssMxfp4MoEMethod.__new__(OssMxfp4MoEMethod)
     method.fp8_min_tokens = 512
     layer = type("Layer", (), {"top_k": 4, "global_num_experts": 128})
-    layer.w13_weight = torch.empty(128, 64, 1)
+    layer.w13_weight = layer.w2_weight = torch.empty(128, 64, 1)
     assert method.variant(layer, 400) != method.variant(layer, 384)
     assert method.variant(layer, 400) != method.variant(layer, 512)
     method.fp8_min_tokens = -1

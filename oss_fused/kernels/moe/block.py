@@ -8,7 +8,7 @@ import torch
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
-from oss_fused.kernels.moe.config import choose_config
+from oss_fused.kernels.moe.config import ExpertShape, choose_config
 from oss_fused.kernels.moe.encode import empty_codes
 from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.moe.reference import uses_fp8_activations
@@ -51,9 +51,8 @@ def norm_moe_norm(
     experts, rows13, _ = w13.shape
     fp8 = uses_fp8_activations(tokens, "swigluoai", fp8_min_tokens)
     levels = 1 if fp8 else 2
-    config = choose_config(
-        tokens * top_k, experts, fp8, runs_gluon_products(x.device, rows13, hidden)
-    )
+    gluon = runs_gluon_products(x.device, rows13, hidden)
+    config = choose_config(tokens, ExpertShape(top_k, experts, hidden, rows13 // 2), fp8, gluon)
     norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
     if tokens == 1:
         coded = empty_codes(x, 1, levels)

@@ -9,8 +9,10 @@ ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
-from oss_fused.kernels.integers import next_power_of_2
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 
 # tokens up to which norm and router product are one launch, and a program takes four experts
 # (measured on an H200)
@@ -22,6 +24,22 @@ SHARED_ROWS = 16
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
 # tokens up to which one launch places the pairs and encodes x: every token reads all ids there
 _PLACED_WITH_CODES = 768
+# multiprocessors of an H200, whose waves of programs the tiles for few pairs fill, and what a wave
+# has beyond the mean, since the experts that are chosen vary
+_MULTIPROCESSORS, _MARGIN = 132, 1.02
+# columns from which on w2's programs are long enough for that (measured at 2880; not so at 1440)
+_LONG = 2048
+# w13's programs in all, above which a fifth stage costs more than it saves (measured on an H200)
+_FIVE_STAGES = 5000
+
+
+class ExpertShape(NamedTuple):
+    """Experts that a token is sent to, experts of this rank, H, and I of this rank."""
+
+    top_k: int
+    experts: int
+    hidden: int
+    inter: int
 
 
 @dataclass(frozen=True)
@@ -60,16 +78,17 @@ class MoEConfig:
         return self.large or self.stream
 
 
-def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> MoEConfig:
+def choose_config(tokens: int, shape: ExpertShape, fp8: bool, gluon: bool = False) -> MoEConfig:
     """Tiles for a batch, from the mean number of pairs an expert gets.
 
     Args:
-        pairs: T * top_k.
-        experts: of this rank.
+        tokens: T.
+        shape: of the layer.
         fp8: FP8 activations, one level instead of two.
         gluon: the device runs the kernels for many tokens, and for tens of tokens.
     """
-    mean = pairs / experts
+    pairs = tokens * shape.top_k
+    mean = pairs / shape.experts
     single, wide = Tile(1, 1, 4), Tile(2, 1, 4)
     if gluon and mean > (160 if fp8 else 96):
         rows = 256 if fp8 and mean >= 384 else 128
@@ -86,15 +105,56 @@ def choose_config(pairs: int, experts: int, fp8: bool, gluon: bool = False) -> M
     if mean <= 4:
         # few programs in all: long steps for w13, shares of K for w2, one step each if that is
         # enough for K (then its weights are on their way before the kernel waits for w13)
+        gate_up = _gate_up_tile(tokens, shape)
         if pairs <= 8:
-            gate_up = Tile(1, 4, 3) if pairs <= 4 else Tile(1, 2, 4)
-            return MoEConfig(8, gate_up, Tile(1, 4, 3, shares=6), True, few=gluon)
+            down = Tile(1, 4, 3, shares=min(6, cdiv(shape.inter, 4 * 128)))
+            return MoEConfig(8, gate_up, down, True, few=gluon)
         shared = pairs <= SHARED_ROWS
-        down = Tile(1, 1, 4, shares=4 if shared else 1)
-        return MoEConfig(8, Tile(1, 2, 4), down, True, few=gluon and shared)
+        down = Tile(1, 1, 4, shares=4) if shared else _down_tile(tokens, shape)
+        return MoEConfig(8, gate_up, down, True, few=gluon and shared)
+    if mean <= 12:
+        down = Tile(1, 2, 3) if shape.inter >= _LONG else single
+        return MoEConfig(16, wide, down, promote=True)
     if mean <= 24:
-        return MoEConfig(16, wide, single, promote=mean <= 12)
+        return MoEConfig(16, wide, single, False)
     return MoEConfig(32, wide, wide, False)
+
+
+def _chosen(tokens: int, shape: ExpertShape) -> float:
+    """Experts that random routing sends a batch to."""
+    left_out = max(0.0, 1 - shape.top_k / shape.experts)
+    return shape.experts * float(1 - left_out**tokens)
+
+
+def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
+    """w13's tile where an expert gets few pairs. More stages: fewer programs at once."""
+    programs = _chosen(tokens, shape) * (shape.inter // 32)
+    if tokens * shape.top_k <= 4:
+        # a program that finds its expert among many needs more registers: two at once, not three
+        at_once = 2 if shape.experts > 64 else 3
+        return Tile(1, 4, 3) if programs <= at_once * _MULTIPROCESSORS else Tile(1, 2, 6)
+    if programs > _FIVE_STAGES:
+        return Tile(1, 2, 4)
+    if programs > 2 * 5 * _MULTIPROCESSORS:
+        return Tile(1, 2, 5)
+
+    def fill(stages: int) -> float:
+        # 5, 4 and 3 programs of 4, 5 and 6 stages fit a multiprocessor
+        waves = programs / ((9 - stages) * _MULTIPROCESSORS)
+        return waves / ceil(_MARGIN * waves)
+
+    return Tile(1, 2, max((4, 5, 6), key=fill))
+
+
+def _down_tile(tokens: int, shape: ExpertShape) -> Tile:
+    """w2's tile where an expert gets few pairs: one whose programs fill whole waves."""
+    if shape.inter >= _LONG:
+        experts, groups = _MARGIN * _chosen(tokens, shape), shape.hidden // 64
+        if experts * cdiv(groups, 2) <= 4 * _MULTIPROCESSORS:
+            return Tile(2, 1, 4)
+        if experts * groups <= 2 * 5 * _MULTIPROCESSORS:
+            return Tile(1, 2, 3)
+    return Tile(1, 1, 4)
 
 
 def takes_few(config: MoEConfig, tokens: int, hidden: int, inter: int) -> bool:
@@ -115,20 +175,19 @@ def fp8_rows(pairs: int, experts: int) -> int:
 
 
 def mxfp4_variant(
-    tokens: int, top_k: int, experts: int, global_experts: int, fp8: bool
+    tokens: int, shape: ExpertShape, global_experts: int, fp8: bool
 ) -> tuple[object, ...]:
     """What the kernels of MXFP4 experts are compiled for, as far as it depends on the batch.
 
     Args:
         tokens: T.
-        top_k: experts of a token.
-        experts: of this rank.
+        shape: of the layer.
         global_experts: of all ranks.
         fp8: FP8 activations.
     """
-    configs = [choose_config(tokens * top_k, experts, fp8, gluon) for gluon in (False, True)]
+    configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
     by_pair = any(config.sorted_codes for config in configs)
-    chunk = placing_chunk(tokens, top_k) if by_pair else 0
+    chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
     return (fp8, *configs, chunk, *_routing(tokens, global_experts))
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
-from oss_fused.kernels.moe.config import MoEConfig, Tile, choose_config, takes_few
+from oss_fused.kernels.moe.config import ExpertShape, MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.place import Routing
@@ -111,7 +111,8 @@ def moe_mxfp4(
     fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
     if config is None:
         gluon = activation == "swigluoai" and runs_gluon_products(x.device, rows13, hidden)
-        config = choose_config(tokens * top_k, experts, fp8, gluon)
+        shape = ExpertShape(top_k, experts, hidden, rows13 // 2)
+        config = choose_config(tokens, shape, fp8, gluon)
     levels = 1 if fp8 else 2
     routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
     act, act_scale = gate_up(

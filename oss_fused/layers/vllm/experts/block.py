@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.levels import has_two_levels
-from oss_fused.kernels.moe.config import SHARED_ROWS, mxfp4_variant, router_part
+from oss_fused.kernels.moe.config import SHARED_ROWS, router_part
 from oss_fused.layers.vllm.experts.choice import router_joins_norm
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import LevelledActivation, bf16_rows_of
@@ -139,10 +139,8 @@ def warm_block(block: Any, limit: int) -> None:
         norm_experts_norm(block, x, torch.randn_like(x))
 
     def variant(tokens: int) -> tuple[object, ...]:
-        of_experts = mxfp4_variant(
-            tokens, experts.top_k, experts.global_num_experts, experts.global_num_experts,
-            0 <= experts.quant_method.fp8_min_tokens <= tokens,
-        )  # fmt: skip
+        # all experts are here
+        of_experts = experts.quant_method.variant(experts, tokens)
         return (tokens == 1, router_part(tokens), has_two_levels(tokens, most), *of_experts)
 
     most = bf16_rows_of(block.following.reader)

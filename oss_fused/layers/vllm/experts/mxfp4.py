@@ -20,7 +20,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
-from oss_fused.kernels.moe.config import mxfp4_variant
+from oss_fused.kernels.moe.config import ExpertShape, mxfp4_variant
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.layers.vllm.checks import check_mxfp4_scale
 from oss_fused.layers.vllm.experts.loader import MXFP4_BLOCK, CheckedExperts, ExpertsLoader
@@ -118,13 +118,10 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
 
     def variant(self, layer: RoutedExperts, tokens: int) -> tuple[object, ...]:
         """What the kernels are compiled for in a batch of ``tokens``."""
-        return mxfp4_variant(
-            tokens,
-            layer.top_k,
-            layer.w13_weight.shape[0],
-            layer.global_num_experts,
-            0 <= self.fp8_min_tokens <= tokens,
-        )
+        experts, rows13, _ = layer.w13_weight.shape
+        shape = ExpertShape(layer.top_k, experts, layer.w2_weight.shape[1], rows13 // 2)
+        fp8 = 0 <= self.fp8_min_tokens <= tokens
+        return mxfp4_variant(tokens, shape, layer.global_num_experts, fp8)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """None: vLLM's kernels are not used."""
