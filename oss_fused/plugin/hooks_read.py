@@ -23,10 +23,11 @@ READ = {
     "vllm:ModelRegistry": "",
     "vllm:SamplingParams": "",
     "vllm.config:VllmConfig": (
-        "additional_config compilation_config kv_transfer_config lora_config model_config "
-        "num_lookahead_tokens parallel_config quant_config scheduler_config speculative_config "
-        "use_v2_model_runner"
+        "additional_config aux_output_config compilation_config kv_transfer_config lora_config "
+        "model_config num_lookahead_tokens parallel_config quant_config scheduler_config "
+        "speculative_config use_v2_model_runner"
     ),
+    "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
     "vllm.config.compilation:CUDAGraphMode": "FULL FULL_AND_PIECEWISE NONE PIECEWISE mixed_mode",
     "vllm.config.compilation:CompilationConfig": (
         "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
@@ -97,6 +98,7 @@ READ = {
     "vllm.forward_context:BatchDescriptor": "",
     "vllm.forward_context:ForwardContext": "attn_metadata",
     "vllm.forward_context:get_forward_context": "",
+    "vllm.forward_context:is_forward_context_available": "",
     "vllm.forward_context:set_forward_context": "",
     "vllm.platforms:current_platform": "",
     "vllm.platforms.interface:Platform": (
@@ -152,8 +154,8 @@ READ = {
     f"{_GRAPHS}:ModelCudaGraphManager": "aux_hidden_states capture dispatch",
     f"{_WORKER}.input_batch:InputBatch": (
         "cu_num_logits expanded_idx_mapping expanded_local_pos has_prefill idx_mapping "
-        "idx_mapping_np input_ids logits_indices num_draft_tokens num_reqs num_tokens positions "
-        "seq_lens seq_lens_cpu_upper_bound"
+        "idx_mapping_np input_ids is_prefilling_np logits_indices num_draft_tokens num_reqs "
+        "num_tokens positions seq_lens seq_lens_cpu_upper_bound"
     ),
     f"{_WORKER}.model_runner:GPUModelRunner": (
         "aux_output_connector cudagraph_manager prompt_logprobs_worker rejection_sampler "
@@ -163,7 +165,7 @@ READ = {
         "device dtype max_num_reqs model model_config vllm_config"
     ),
     f"{_WORKER}.sample.prompt_logprob:PromptLogprobsWorker": (
-        "in_progress_prompt_logprobs token_id_scores"
+        "token_id_scores uses_prompt_logprobs"
     ),
     f"{_WORKER}.sample.sampler:Sampler": (
         "compute_nans needs_logits_processing req_states return_sampling_mask sampling_states "

@@ -34,7 +34,7 @@ def mark_last_layer(model: Any, vllm_config: VllmConfig, options: ServingOptions
         or parallel.data_parallel_size > 1
         or vllm_config.speculative_config is not None
         or options.monitor_every
-        or getattr(vllm_config.model_config, "enable_return_routed_experts", False)
+        or vllm_config.aux_output_config.enable_return_routed_experts
     ):
         return None
     layer.impl.is_last = True
@@ -62,7 +62,7 @@ def sampled_rows(runner: Any, batch: Any, mode: CUDAGraphMode) -> torch.Tensor |
         or runner.use_aux_hidden_state_outputs
         or runner.aux_output_connector is not None
         or logprobs is None
-        or logprobs.in_progress_prompt_logprobs
+        or (logprobs.uses_prompt_logprobs[batch.idx_mapping_np] & batch.is_prefilling_np).any()
         or logprobs.token_id_scores
         # taking rows out and putting them back pays for a part of them
         or batch.num_tokens < 2 * batch.num_reqs

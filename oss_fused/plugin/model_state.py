@@ -107,7 +107,7 @@ class OssModelState(DefaultModelState):
         make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)
         if not replayed or not decodes or self.metadata_is_read:
             metadata = make()
-            if self.sampled is not None:
+            if self.sampled is not None and cudagraph_mode == CUDAGraphMode.NONE:
                 note_rows(metadata[self.model.last_attention], self.sampled)
             return metadata
         if not self.draft_may_ask:

@@ -217,7 +217,7 @@ def _parts(
     from oss_fused.kernels.moe import triton as moe
 
     tokens = sets[0][0].shape[0]
-    shape = moe.ExpertShape(TOP_K, experts, HIDDEN, HIDDEN)
+    shape = moe.ExpertShape(TOP_K, experts, experts, HIDDEN, HIDDEN)
     config = moe.choose_config(tokens, shape, fp8, runs_gluon(torch.device("cuda")))
     levels = 1 if fp8 else 2
     y_dtype = torch.bfloat16 if fp8 or config.large else torch.float32

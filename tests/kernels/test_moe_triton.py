@@ -89,14 +89,15 @@ def test_every_kind_of_tile(device, config):
 @pytest.mark.parametrize("fp8", [False, True])
 def test_configs_meet_the_tensor_cores_least_width(tokens, fp8):
     for experts in (4, 8, 32, 128):
-        config = choose_config(tokens, ExpertShape(4, experts, 2880, 2880), fp8)
+        config = choose_config(tokens, ExpertShape(4, experts, experts, 2880, 2880), fp8)
         for tile in (config.gate_up, config.down):
             assert config.rows * (1 if fp8 else 2) >= 16 and tile.stages >= 2
 
 
 # gpt-oss-20b, 120b, and 120b on two ranks
 B20, B120, RANK = (
-    ExpertShape(4, *rest) for rest in ((32, 2880, 2880), (128, 2880, 2880), (128, 2880, 1440))
+    ExpertShape(4, experts, experts, 2880, inter)
+    for experts, inter in ((32, 2880), (128, 2880), (128, 1440))
 )
 
 
@@ -116,6 +117,8 @@ B20, B120, RANK = (
         (B120, 16, Tile(1, 1, 4)),
         (RANK, 8, Tile(1, 1, 4)),
         (RANK, 200, Tile(1, 1, 4)),
+        # a half of the experts gets a half of the pairs
+        (ExpertShape(4, 64, 128, 2880, 2880), 12, Tile(2, 1, 4)),
     ],
 )
 def test_w2_of_few_pairs_fills_whole_waves(shape, tokens, tile):
@@ -145,10 +148,15 @@ def test_w13_of_few_pairs_fills_whole_waves(shape, tokens, tile):
     assert choose_config(tokens, shape, False, True).gate_up == tile
 
 
-@pytest.mark.parametrize(("inter", "shares"), [(2880, 6), (1440, 3), (512, 1), (64, 1)])
-def test_no_share_of_few_pairs_is_empty(inter, shares):
-    down = choose_config(1, ExpertShape(4, 32, 2880, inter), False).down
-    assert (down.shares, down.depth) == (shares, 4)
+@pytest.mark.parametrize(
+    ("tokens", "inter", "shares"),
+    [(1, 2880, 6), (1, 1440, 3), (1, 4096, 4), (1, 64, 1), (4, 2880, 4), (4, 384, 3)],
+)
+def test_no_share_of_few_pairs_is_empty(tokens, inter, shares):
+    down = choose_config(tokens, ExpertShape(4, 32, 32, 2880, inter), False).down
+    assert down.shares == shares
+    steps = -(-inter // (128 * down.depth))
+    assert (shares - 1) * -(-steps // shares) < steps
 
 
 def test_silu_has_a_scale_for_each_row(device):
@@ -215,7 +223,7 @@ def test_gpt_oss_shape_and_determinism(device, tokens, fp8):
     [(1, 2880, True), (4, 2880, True), (5, 2880, False), (1, 2944, False), (1, 1024, False)],
 )
 def test_who_takes_the_kernel_for_few_tokens(tokens, inter, taken):
-    config = choose_config(tokens, ExpertShape(4, 32, 2880, inter), False, True)
+    config = choose_config(tokens, ExpertShape(4, 32, 32, 2880, inter), False, True)
     assert takes_few(config, tokens, 2880, inter) == taken
     for fp8 in (True, False):
         other = choose_config(1, B20, fp8, gluon=fp8)

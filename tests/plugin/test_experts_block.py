@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from torch import nn
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
@@ -86,7 +87,7 @@ def model_of(blocks):
     return model
 
 
-CONFIG = SimpleNamespace(model_config=SimpleNamespace())
+CONFIG = SimpleNamespace(aux_output_config=AuxOutputConfig())
 
 
 @pytest.fixture
@@ -179,6 +180,9 @@ def test_what_else_keeps_blocks_apart(blocks):
     x = torch.zeros(1, HIDDEN)
     watched = ServingOptions(monitor_every=8)
     joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, watched)
+    assert not joined.joins(blocks[0], x)
+    returned = SimpleNamespace(aux_output_config=AuxOutputConfig(enable_return_routed_experts=True))
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, returned, ServingOptions())
     assert not joined.joins(blocks[0], x)
     joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert joined.joins(blocks[0], x) and not joined.joins(blocks[1], x)

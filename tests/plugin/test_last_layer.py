@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -58,7 +60,8 @@ def test_attention_of_the_sampled_rows(window, fp8, sinks):
     want = expected(few, cache, told.block_table, window, fp8, layer.impl.sinks, LENGTHS)
     torch.testing.assert_close(output[SAMPLED], want, rtol=2**-7, atol=2**-7)
     others = torch.ones(sum(NEW), dtype=torch.bool).index_fill(0, SAMPLED, False)
-    assert output[others].eq(7).all()
+    # what memory held goes no further
+    assert output[others].eq(0).all()
 
 
 @pytest.mark.parametrize("last, changes", [(False, {}), (True, {"causal": False})])
@@ -88,6 +91,7 @@ def method_of(attention):
 def test_experts_of_the_sampled_rows(monkeypatch):
     context = SimpleNamespace(attn_metadata={"last": prompts(), "other": metadata()})
     monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
     x, logits = torch.randn(sum(NEW), 5), torch.randn(sum(NEW), 3)
     whole = method_of(None).apply_monolithic(None, x, logits)
     method = method_of("last")
@@ -101,6 +105,12 @@ def test_experts_of_the_sampled_rows(monkeypatch):
     assert rows_of_step("last") is None
 
 
+def test_experts_warm_up_before_any_step():
+    x, logits = torch.randn(4, 5), torch.randn(4, 3)
+    method = method_of("last")
+    assert method.apply_monolithic(None, x, logits).shape == x.shape and method.seen == [4]
+
+
 def test_takes_rows_of_fp8_queries():
     x = torch.randn(7, 2, 4).to(FP8)
     taken = take_rows(x, torch.tensor([5, 0]))
@@ -112,7 +122,7 @@ def config(**changes):
     fields = {
         "parallel_config": SimpleNamespace(world_size=1, data_parallel_size=1),
         "speculative_config": None,
-        "model_config": SimpleNamespace(),
+        "aux_output_config": AuxOutputConfig(),
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -156,7 +166,7 @@ def test_marks_attention_where_experts_are_vllms():
         ),
         ({"speculative_config": object()}, {}, OssAttentionImpl),
         (
-            {"model_config": SimpleNamespace(enable_return_routed_experts=True)},
+            {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
             {},
             OssAttentionImpl,
         ),
@@ -175,13 +185,14 @@ def test_a_layer_of_another_kind_is_left_alone():
     assert mark_last_layer(model, config(), ServingOptions()) is None
 
 
-def runner(progress=(), scores=(), **changes):
+def runner(uses=(False, False, True), scores=(), **changes):
+    """Requests 0, 1 and 3 of four are in the step, and 0 decodes; ``uses`` is of 0, 1 and 2."""
     fields = {
         "model": SimpleNamespace(last_attention="last"),
         "use_aux_hidden_state_outputs": False,
         "aux_output_connector": None,
         "prompt_logprobs_worker": SimpleNamespace(
-            in_progress_prompt_logprobs=dict.fromkeys(progress),
+            uses_prompt_logprobs=np.array([*uses, False]),
             token_id_scores=dict.fromkeys(scores),
         ),
     }
@@ -191,7 +202,8 @@ def runner(progress=(), scores=(), **changes):
 def batch(**changes):
     fields = {
         "logits_indices": SAMPLED, "has_prefill": True, "num_draft_tokens": 0, "num_reqs": 3,
-        "num_tokens": 34,
+        "num_tokens": 34, "idx_mapping_np": np.array([3, 0, 1]),
+        "is_prefilling_np": np.array([True, False, True]),
     }  # fmt: skip
     return SimpleNamespace(**(fields | changes))
 
@@ -199,6 +211,8 @@ def batch(**changes):
 def test_rows_of_a_step_with_prompts():
     assert sampled_rows(runner(), batch(), CUDAGraphMode.NONE) is SAMPLED
     assert sampled_rows(runner(), batch(num_tokens=6), CUDAGraphMode.NONE) is SAMPLED
+    # a request that decodes has its prompt's log-probabilities
+    assert sampled_rows(runner(uses=(True, False, False)), batch(), CUDAGraphMode.NONE) is SAMPLED
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,7 @@ def test_rows_of_a_step_with_prompts():
         ({}, {"has_prefill": False}, "NONE"),
         ({}, {"num_draft_tokens": 1}, "NONE"),
         ({}, {"num_tokens": 5}, "NONE"),
-        ({"progress": ["a"]}, {}, "NONE"),
+        ({"uses": (False, True, False)}, {}, "NONE"),
         ({"scores": ["a"]}, {}, "NONE"),
         ({"prompt_logprobs_worker": None}, {}, "NONE"),
         ({"use_aux_hidden_state_outputs": True}, {}, "NONE"),
@@ -236,3 +250,7 @@ def test_the_model_state_names_the_rows_of_the_step(monkeypatch):
     state.sampled = SAMPLED
     state.prepare_attn(None, CUDAGraphMode.NONE, ())
     assert noted_rows(made["last"]) is SAMPLED and noted_rows(made["draft"]) is None
+    made["last"] = SimpleNamespace()
+    for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        state.prepare_attn(None, mode, (), for_capture=True)
+    assert noted_rows(made["last"]) is None

@@ -39,8 +39,8 @@ EXPERTS = ((32, 32, 4), (128, 128, 4), (64, 128, 4), (4, 4, 2), (8, 8, 2), (60, 
 @pytest.mark.parametrize(("experts", "of_all", "top_k"), EXPERTS)
 @pytest.mark.parametrize("fp8_from", [256, 512, 1 << 30])
 def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
-    shape = ExpertShape(top_k, experts, 2880, 2880)
-    warmed = first_of_each(limit, lambda t: mxfp4_variant(t, shape, of_all, t >= fp8_from))
+    shape = ExpertShape(top_k, experts, of_all, 2880, 2880)
+    warmed = first_of_each(limit, lambda t: mxfp4_variant(t, shape, t >= fp8_from))
 
     def kernels(tokens, gluon):
         fp8 = tokens >= fp8_from

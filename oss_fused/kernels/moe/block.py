@@ -52,7 +52,8 @@ def norm_moe_norm(
     fp8 = uses_fp8_activations(tokens, "swigluoai", fp8_min_tokens)
     levels = 1 if fp8 else 2
     gluon = runs_gluon_products(x.device, rows13, hidden)
-    config = choose_config(tokens, ExpertShape(top_k, experts, hidden, rows13 // 2), fp8, gluon)
+    shape = ExpertShape(top_k, experts, experts, hidden, rows13 // 2)
+    config = choose_config(tokens, shape, fp8, gluon)
     norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
     if tokens == 1:
         coded = empty_codes(x, 1, levels)

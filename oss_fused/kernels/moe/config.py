@@ -34,10 +34,11 @@ _FIVE_STAGES = 5000
 
 
 class ExpertShape(NamedTuple):
-    """Experts that a token is sent to, experts of this rank, H, and I of this rank."""
+    """Experts that a token is sent to, experts of this rank and of all, H, and I of this rank."""
 
     top_k: int
     experts: int
+    global_experts: int
     hidden: int
     inter: int
 
@@ -107,11 +108,12 @@ def choose_config(tokens: int, shape: ExpertShape, fp8: bool, gluon: bool = Fals
         # enough for K (then its weights are on their way before the kernel waits for w13)
         gate_up = _gate_up_tile(tokens, shape)
         if pairs <= 8:
-            down = Tile(1, 4, 3, shares=min(6, cdiv(shape.inter, 4 * 128)))
+            down = Tile(1, 4, 3, shares=_shares(6, 4, shape.inter))
             return MoEConfig(8, gate_up, down, True, few=gluon)
-        shared = pairs <= SHARED_ROWS
-        down = Tile(1, 1, 4, shares=4) if shared else _down_tile(tokens, shape)
-        return MoEConfig(8, gate_up, down, True, few=gluon and shared)
+        if pairs <= SHARED_ROWS:
+            down = Tile(1, 1, 4, shares=_shares(4, 1, shape.inter))
+            return MoEConfig(8, gate_up, down, True, few=gluon)
+        return MoEConfig(8, gate_up, _down_tile(tokens, shape), True)
     if mean <= 12:
         down = Tile(1, 2, 3) if shape.inter >= _LONG else single
         return MoEConfig(16, wide, down, promote=True)
@@ -120,9 +122,15 @@ def choose_config(tokens: int, shape: ExpertShape, fp8: bool, gluon: bool = Fals
     return MoEConfig(32, wide, wide, False)
 
 
+def _shares(most: int, depth: int, inter: int) -> int:
+    """Shares of K of equal steps, of which none is empty."""
+    steps = cdiv(inter, depth * 128)
+    return cdiv(steps, cdiv(steps, most))
+
+
 def _chosen(tokens: int, shape: ExpertShape) -> float:
-    """Experts that random routing sends a batch to."""
-    left_out = max(0.0, 1 - shape.top_k / shape.experts)
+    """Experts of this rank that random routing sends a batch to."""
+    left_out = max(0.0, 1 - shape.top_k / shape.global_experts)
     return shape.experts * float(1 - left_out**tokens)
 
 
@@ -131,7 +139,7 @@ def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
     programs = _chosen(tokens, shape) * (shape.inter // 32)
     if tokens * shape.top_k <= 4:
         # a program that finds its expert among many needs more registers: two at once, not three
-        at_once = 2 if shape.experts > 64 else 3
+        at_once = 2 if shape.global_experts > 64 else 3
         return Tile(1, 4, 3) if programs <= at_once * _MULTIPROCESSORS else Tile(1, 2, 6)
     if programs > _FIVE_STAGES:
         return Tile(1, 2, 4)
@@ -174,21 +182,18 @@ def fp8_rows(pairs: int, experts: int) -> int:
     return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 48 else 128
 
 
-def mxfp4_variant(
-    tokens: int, shape: ExpertShape, global_experts: int, fp8: bool
-) -> tuple[object, ...]:
+def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, ...]:
     """What the kernels of MXFP4 experts are compiled for, as far as it depends on the batch.
 
     Args:
         tokens: T.
         shape: of the layer.
-        global_experts: of all ranks.
         fp8: FP8 activations.
     """
     configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
     by_pair = any(config.sorted_codes for config in configs)
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
-    return (fp8, *configs, chunk, *_routing(tokens, global_experts))
+    return (fp8, *configs, chunk, *_routing(tokens, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:

@@ -111,7 +111,7 @@ def moe_mxfp4(
     fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
     if config is None:
         gluon = activation == "swigluoai" and runs_gluon_products(x.device, rows13, hidden)
-        shape = ExpertShape(top_k, experts, hidden, rows13 // 2)
+        shape = ExpertShape(top_k, experts, router_logits.shape[1], hidden, rows13 // 2)
         config = choose_config(tokens, shape, fp8, gluon)
     levels = 1 if fp8 else 2
     routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)

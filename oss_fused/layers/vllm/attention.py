@@ -85,7 +85,8 @@ class OssAttentionImpl(FlashAttentionImpl):
         if native and sampled is not None:
             attended = output.new_empty(sampled.shape[0], *output.shape[1:])
             self._decode(layer, take_rows(query, sampled), kv_cache, attn_metadata, attended, False)
-            output.index_copy_(0, sampled, attended)
+            # the other rows go through the rest of the layer, and nothing reads what comes of them
+            output.zero_().index_copy_(0, sampled, attended)
         elif native and attn_metadata.max_query_len <= self.max_queries:
             rows, several = attn_metadata.num_actual_tokens, attn_metadata.max_query_len > 1
             self._decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 _NOTED = "oss_sampled_rows"
 
@@ -34,6 +34,9 @@ def noted_rows(metadata: Any) -> torch.Tensor | None:
 
 def rows_of_step(layer_name: str) -> torch.Tensor | None:
     """As ``noted_rows``, of the step that runs and the attention layer of that name."""
+    if not is_forward_context_available():
+        # kernels are warmed up while the model loads
+        return None
     metadata = get_forward_context().attn_metadata
     return noted_rows(metadata.get(layer_name)) if isinstance(metadata, dict) else None
 

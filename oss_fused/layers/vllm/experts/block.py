@@ -48,7 +48,7 @@ def join_blocks(
     """
     if options.monitor_every:
         return
-    if getattr(vllm_config.model_config, "enable_return_routed_experts", False):
+    if vllm_config.aux_output_config.enable_return_routed_experts:
         return
     found: list[Any] = [block for block in model.layers if type(block) is kind]
     if not found:

@@ -119,9 +119,9 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
     def variant(self, layer: RoutedExperts, tokens: int) -> tuple[object, ...]:
         """What the kernels are compiled for in a batch of ``tokens``."""
         experts, rows13, _ = layer.w13_weight.shape
-        shape = ExpertShape(layer.top_k, experts, layer.w2_weight.shape[1], rows13 // 2)
-        fp8 = 0 <= self.fp8_min_tokens <= tokens
-        return mxfp4_variant(tokens, shape, layer.global_num_experts, fp8)
+        hidden, of_all = layer.w2_weight.shape[1], layer.global_num_experts
+        shape = ExpertShape(layer.top_k, experts, of_all, hidden, rows13 // 2)
+        return mxfp4_variant(tokens, shape, 0 <= self.fp8_min_tokens <= tokens)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """None: vLLM's kernels are not used."""
