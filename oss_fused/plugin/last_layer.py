@@ -64,7 +64,7 @@ def sampled_rows(runner: Any, batch: Any, mode: CUDAGraphMode) -> torch.Tensor |
         or logprobs is None
         or (logprobs.uses_prompt_logprobs[batch.idx_mapping_np] & batch.is_prefilling_np).any()
         or logprobs.token_id_scores
-        # taking rows out and putting them back pays for a part of them
+        # most of the rows may be sampled
         or batch.num_tokens < 2 * batch.num_reqs
     ):
         return None

@@ -18,7 +18,7 @@ from typing import Any
 from harness.arguments import output_file
 from harness.calibration_charts import draw, worst
 from harness.quality_report import add_quality
-from harness.regression import HISTORY_RUNS, is_figures, largest, read_object
+from harness.regression import HISTORY_RUNS, largest, read_object, runs_of
 from oss_fused.bench.report import Report
 from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
@@ -105,13 +105,10 @@ def load_trend(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: the file is something else; names it.
     """
-    raw = read_object(path) if path.exists() else {"kind": _TREND, "runs": []}
-    runs = raw.get("runs")
-    if (
-        raw.get("kind") != _TREND
-        or not isinstance(runs, list)
-        or not all(isinstance(run, dict) and is_figures(run.get("figures")) for run in runs)
-    ):
+    if not path.exists():
+        return []
+    runs = runs_of(read_object(path), "kind", _TREND, "figures")
+    if runs is None:
         raise ValueError(
             f"{path}: is no trend file; expected kind {_TREND} and runs with figures, or a new name"
         )

@@ -249,22 +249,31 @@ def load_history(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: the file is not a history; names it.
     """
-    raw = read_object(path)
-    runs = raw.get("runs")
-    if (
-        raw.get("format") != FORMAT
-        or not isinstance(runs, list)
-        or not all(isinstance(run, dict) and is_figures(run.get("latency_ms")) for run in runs)
-    ):
+    runs = runs_of(read_object(path), "format", FORMAT, "latency_ms")
+    if runs is None:
         raise ValueError(
             f"{path}: not a history file; expected format {FORMAT} and runs with latency_ms"
         )
     return runs
 
 
-def is_figures(value: Any) -> bool:
-    """Whether ``value`` is an object of numbers, NaN and infinite ones included."""
-    return isinstance(value, dict) and all(isinstance(x, int | float) for x in value.values())
+def runs_of(
+    raw: dict[str, Any], tag: str, wanted: object, figures: str
+) -> list[dict[str, Any]] | None:
+    """The runs of a file whose ``tag`` is ``wanted``; None if it is another kind of file.
+
+    Each run has an object of numbers under the key ``figures``, NaN and infinite ones included.
+    """
+    runs = raw.get("runs")
+    if raw.get(tag) != wanted or not isinstance(runs, list):
+        return None
+    for run in runs:
+        numbers = run.get(figures) if isinstance(run, dict) else None
+        if not isinstance(numbers, dict):
+            return None
+        if not all(isinstance(number, int | float) for number in numbers.values()):
+            return None
+    return runs
 
 
 def append_history(path: str | Path, results: dict[str, Any]) -> list[dict[str, Any]]:
