@@ -2,6 +2,7 @@
 """Operations: one folder a subject. Importing this package declares them all."""
 
 from oss_fused.kernels import (
+    all_reduce,
     attention,
     convolution,
     decode_inputs,
@@ -20,6 +21,7 @@ from oss_fused.kernels import (
 )
 
 __all__ = [
+    "all_reduce",
     "attention",
     "convolution",
     "decode_inputs",

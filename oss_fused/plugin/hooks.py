@@ -23,6 +23,8 @@ _GRAPHS = f"{_WORKER}.cudagraph_utils"
 _EAGLE = f"{_WORKER}.spec_decode.eagle.speculator:EagleSpeculator"
 _AR = f"{_WORKER}.spec_decode.target_dependent_ar.speculator"
 _OSS = "oss_fused.layers.vllm"
+_COMMUNICATORS = "vllm.distributed.device_communicators"
+_CUSTOM = f"{_COMMUNICATORS}.custom_all_reduce:CustomAllreduce"
 _AUTHENTICATION = "vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware"
 
 # what vLLM's engine gives a scheduler class, and make_scheduler passes on
@@ -37,7 +39,12 @@ CALLED = {
     "vllm.config:set_current_vllm_config": "vllm_config",
     "vllm.distributed:get_tensor_model_parallel_rank": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
-    "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary": "",
+    f"{_COMMUNICATORS}.cuda_wrapper:CudaRTLibrary": "",
+    f"{_COMMUNICATORS}.cuda_wrapper:CudaRTLibrary.cudaMemset": "pointer, value, bytes",
+    f"{_CUSTOM}.create_shared_buffer": "size, group=0",
+    f"{_CUSTOM}.free_shared_buffer": "pointers, rank=0",
+    f"{_CUSTOM}.should_custom_ar": "x",
+    f"{_COMMUNICATORS}.pynccl_wrapper:NCCLLibrary": "",
     "vllm.distributed.parallel_state:get_pp_group": "",
     "vllm.distributed.parallel_state:get_tp_group": "",
     "vllm.distributed.parallel_state:model_parallel_is_initialized": "",
@@ -160,6 +167,7 @@ _METHOD = "process_weights_after_loading"
 
 # class of vLLM, class of ours in its place -> the methods of ours, which must take its arguments
 OVERRIDDEN = {
+    (_CUSTOM, f"{_OSS}.all_reduce:OssAllReduce"): "close custom_all_reduce",
     (f"{_MOE}:FusedMoEMethodBase", f"{_OSS}.experts.fp8:OssFp8MoEMethod"): (
         f"apply apply_monolithic create_weights get_fused_moe_quant_config is_monolithic {_METHOD}"
     ),

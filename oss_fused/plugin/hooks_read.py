@@ -45,6 +45,11 @@ READ = {
         "async_scheduling disable_chunked_mm_input enable_chunked_prefill max_num_batched_tokens "
         "max_num_seqs scheduler_cls"
     ),
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator": "ca_comm",
+    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce": (
+        "_ptr device disabled fully_connected group rank world_size"
+    ),
+    "vllm.distributed.parallel_state:GroupCoordinator": "device_communicator",
     "vllm.envs:VLLM_BATCH_INVARIANT": "",
     "vllm.envs:VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "",
     f"{_LAYERS}.activation:SiluAndMul": "",

@@ -31,6 +31,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from oss_fused.layers.vllm.all_reduce import adopt_all_reduce
 from oss_fused.layers.vllm.attention import adopt_attention
 from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
 from oss_fused.layers.vllm.experts.block import join_blocks, warm_block
@@ -100,6 +101,8 @@ class _OssModel(nn.Module):
             join_blocks(self.model, OssTransformerBlock, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
+        if options.all_reduce_kernels == "auto":
+            adopt_all_reduce(vllm_config)
         if options.fused_layers:
             fuse_rope(self.model, vllm_config)
         if options.short_step and vllm_config.use_v2_model_runner:

@@ -83,6 +83,8 @@ class ServingOptions(BaseModel):
             and up projections, and the fused MLP of dense models, always have one.
         attention_kernels: "auto" runs decode attention, and prompts in short windows, in native
             kernels where they apply; "vllm" leaves all attention to vLLM's backend.
+        all_reduce_kernels: "auto" sums over tensor-parallel ranks in this package's kernel where it
+            applies; "vllm" leaves all sums to vLLM.
         fused_layers: use the fused decoder layers and the joined RoPE and cache kernel; without,
             vLLM's model classes.
         short_step: fewer host operations per step (plugin/model_state.py, plugin/scheduler.py,
@@ -104,6 +106,7 @@ class ServingOptions(BaseModel):
     expert_activations: Literal["auto", "bf16", "fp8"] = "auto"
     linear_activations: Literal["bf16", "fp8"] = "bf16"
     attention_kernels: Literal["auto", "vllm"] = "auto"
+    all_reduce_kernels: Literal["auto", "vllm"] = "auto"
     fused_layers: bool = True
     short_step: bool = True
     burst: int | str = "auto"

@@ -204,10 +204,11 @@ def test_vllm_takes_each_option_as_a_flag():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ["layers", "blocks", "attention", "rope", "state"]),
-        ({"fused_layers": False}, ["attention", "state"]),
-        ({"attention_kernels": "vllm"}, ["layers", "blocks", "rope", "state"]),
-        ({"short_step": False}, ["layers", "blocks", "attention", "rope"]),
+        ({}, ["layers", "blocks", "attention", "sums", "rope", "state"]),
+        ({"fused_layers": False}, ["attention", "sums", "state"]),
+        ({"attention_kernels": "vllm"}, ["layers", "blocks", "sums", "rope", "state"]),
+        ({"all_reduce_kernels": "vllm"}, ["layers", "blocks", "attention", "rope", "state"]),
+        ({"short_step": False}, ["layers", "blocks", "attention", "sums", "rope"]),
     ],
 )
 def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatch):
@@ -218,6 +219,7 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
         "fuse_decoder_layers": "layers",
         "join_blocks": "blocks",
         "adopt_attention": "attention",
+        "adopt_all_reduce": "sums",
         "fuse_rope": "rope",
     }
     for name, short in names.items():

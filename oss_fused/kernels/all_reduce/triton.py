@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""``all_reduce`` in one launch, without a barrier between ranks.
+
+A program writes its block into the inboxes of all other ranks and waits until theirs have arrived
+in its own. No flag announces them: a place that waits for an element holds EMPTY. So a block takes
+about as long as one write from GPU to GPU. Who reads a place leaves EMPTY in it.
+
+A block has two places for each source, used in turn. A rank writes to a place for the second time
+in the block's round after the next. By then it has received the next round from every rank, and a
+rank sends that in a later launch than the one which read and emptied the place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oss_fused.kernels.all_reduce.reference import BLOCK_BYTES, EMPTY, INTEGERS
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.numerics import round_to
+
+_EMPTY = tl.constexpr(EMPTY)
+
+
+@triton.jit
+def _place(inbox, source, turn, capacity, column, WORLD: tl.constexpr, KIND: tl.constexpr):
+    """Where a block of ``source`` stands in the inbox at this address."""
+    start = inbox.to(tl.pointer_type(KIND)) + (turn * WORLD + source) * capacity
+    # loads and stores of 16 bytes
+    return tl.max_contiguous(tl.multiple_of(start + column, 16), column.shape[0])
+
+
+@triton.jit(do_not_specialize=["vectors", "capacity"])
+def _all_reduce_kernel(
+    x,
+    summed,
+    inboxes,
+    rounds,
+    vectors,
+    capacity,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = program * BLOCK + tl.arange(0, BLOCK)
+    KIND: tl.constexpr = x.dtype.element_ty
+    # a vector of 16 bytes is inside or outside
+    inside = column < vectors * (128 // KIND.primitive_bitwidth)
+    wait_for_inputs()
+    start_next()
+    own = tl.load(x + column, mask=inside, other=0)
+    finished = tl.load(rounds + program)
+    turn = (finished & 1).to(tl.int64)
+    # EMPTY is a NaN, and another NaN is as good; among integers it is the one that counts as none
+    sent = tl.where(own == _EMPTY, 2 ** (own.dtype.primitive_bitwidth - 1) - 1, own).to(own.dtype)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            inbox = tl.load(inboxes + peer)
+            there = _place(inbox, RANK, turn, capacity, column, WORLD, KIND)
+            tl.store(there, sent, mask=inside, cache_modifier=".wt")
+    mine = tl.load(inboxes + RANK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for source in tl.static_range(WORLD):
+        if source == RANK:
+            part = own
+        else:
+            here = _place(mine, source, turn, capacity, column, WORLD, KIND)
+            part = tl.load(here, mask=inside, other=0, volatile=True)
+            while tl.max((part == _EMPTY).to(tl.int32), 0) != 0:
+                part = tl.load(here, mask=inside, other=0, volatile=True)
+            tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=inside)
+        total += part.to(DTYPE, bitcast=True).to(tl.float32)
+    rounded = round_to(total, DTYPE)
+    tl.store(summed + column, rounded.to(KIND, bitcast=True), mask=inside)
+    # all threads have read the number before it changes
+    tl.debug_barrier()
+    tl.store(rounds + program, finished + 1)
+
+
+def all_reduce(
+    x: torch.Tensor, inboxes: torch.Tensor, rounds: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """The sum over ranks; see kernels/all_reduce for the contract."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    summed = torch.empty_like(x)
+    count, size = x.numel(), x.itemsize
+    if count == 0:
+        return summed
+    kind, block = INTEGERS[size], BLOCK_BYTES // size
+    _all_reduce_kernel[(cdiv(count, block),)](
+        x.view(kind),
+        summed.view(kind),
+        inboxes,
+        rounds,
+        count * size // 16,
+        rounds.numel() * block,
+        RANK=rank,
+        WORLD=inboxes.numel(),
+        DTYPE=_DTYPES[x.dtype],
+        BLOCK=block,
+        # a thread has one vector, and no barrier is needed to ask whether all have arrived
+        num_warps=1,
+        **pdl_options(x.device),
+    )
+    return summed
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

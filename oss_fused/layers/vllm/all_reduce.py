@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: MIT
+"""The sum over tensor-parallel ranks by ``oss_fused::all_reduce``, in place of vLLM's kernel.
+
+vLLM's own waits for all ranks at its start and at its end, and no kernel starts early behind or
+before it. Both write to memory of other GPUs of the node; what is too large goes vLLM's way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import VllmConfig
+from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.platforms import current_platform
+
+import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
+from oss_fused.kernels.all_reduce import BLOCK_BYTES, inbox_bytes
+from oss_fused.kernels.op import backend_for
+
+# ranks -> the most bytes that they sum in one exchange. Each sends all of them to every other;
+# vLLM's kernel changes there to one that sends every rank its share
+_MOST_BYTES = {2: 8 * 2**20, 4: 512 * 2**10, 6: 256 * 2**10, 8: 256 * 2**10}
+
+
+class OssAllReduce(CustomAllreduce):
+    """vLLM's all-reduce of one node's GPUs; ``adopt_all_reduce`` gives an object this class."""
+
+    oss_pointers: list[int]
+    oss_inboxes: torch.Tensor
+    oss_rounds: torch.Tensor
+
+    def make_inboxes(self) -> None:
+        """Allocate this rank's inbox and learn where the others' are; all ranks call it."""
+        blocks = _MOST_BYTES[self.world_size] // BLOCK_BYTES
+        size = inbox_bytes(self.world_size, blocks)
+        self.oss_pointers = self.create_shared_buffer(size, group=self.group)
+        own = ctypes.c_void_p(self.oss_pointers[self.rank])
+        CudaRTLibrary().cudaMemset(own, 0xFF, size)
+        self.oss_inboxes = torch.tensor(self.oss_pointers, device=self.device)
+        self.oss_rounds = torch.zeros(blocks, dtype=torch.int32, device=self.device)
+        torch.cuda.synchronize(self.device)
+        # nobody writes before every inbox is empty
+        dist.barrier(group=self.group)
+
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
+        """The sum of ``input`` over ranks; None where vLLM has to sum it in another way."""
+        limit = self.oss_rounds.numel() * BLOCK_BYTES
+        if input.nbytes > limit or not self.should_custom_ar(input):
+            return super().custom_all_reduce(input)
+        return torch.ops.oss_fused.all_reduce(input, self.oss_inboxes, self.oss_rounds, self.rank)
+
+    def close(self) -> None:
+        """Free the inbox, and what vLLM's class holds."""
+        if self._ptr:
+            self.free_shared_buffer(self.oss_pointers, rank=self.rank)
+        super().close()
+
+
+def adopt_all_reduce(vllm_config: VllmConfig) -> None:
+    """Let the sums of tensor-parallel ranks take this package's kernel, where it applies.
+
+    On Hopper GPUs of one node that reach one another by NVLink, unless vLLM's own such kernel is
+    off (``--disable-custom-all-reduce``) or a step runs as two that overlap: their sums would mix.
+    """
+    if not current_platform.is_cuda() or not current_platform.is_device_capability(90):
+        return
+    found: Any = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    if type(found) is not CustomAllreduce or found.disabled or not found.fully_connected:
+        return
+    if found.world_size not in _MOST_BYTES or vllm_config.parallel_config.use_ubatching:
+        return
+    if backend_for("all_reduce", found.device) != "triton":
+        return
+    # one that is built changes its class, as the decoder layers do
+    found.__class__ = OssAllReduce
+    found.make_inboxes()
+    # compiles the kernel, which every rank runs
+    found.custom_all_reduce(torch.zeros(8, dtype=vllm_config.model_config.dtype, device=found.device))
