@@ -43,7 +43,6 @@ CALLED = {
     f"{_COMMUNICATORS}.cuda_wrapper:CudaRTLibrary.cudaMemset": "pointer, value, bytes",
     f"{_CUSTOM}.create_shared_buffer": "size, group=0",
     f"{_CUSTOM}.free_shared_buffer": "pointers, rank=0",
-    f"{_CUSTOM}.should_custom_ar": "x",
     f"{_COMMUNICATORS}.pynccl_wrapper:NCCLLibrary": "",
     "vllm.distributed.parallel_state:get_pp_group": "",
     "vllm.distributed.parallel_state:get_tp_group": "",
@@ -167,7 +166,7 @@ _METHOD = "process_weights_after_loading"
 
 # class of vLLM, class of ours in its place -> the methods of ours, which must take its arguments
 OVERRIDDEN = {
-    (_CUSTOM, f"{_OSS}.all_reduce:OssAllReduce"): "close custom_all_reduce",
+    (_CUSTOM, f"{_OSS}.all_reduce:OssAllReduce"): "close custom_all_reduce should_custom_ar",
     (f"{_MOE}:FusedMoEMethodBase", f"{_OSS}.experts.fp8:OssFp8MoEMethod"): (
         f"apply apply_monolithic create_weights get_fused_moe_quant_config is_monolithic {_METHOD}"
     ),

@@ -13,8 +13,9 @@ from oss_fused.kernels.op import get_kernel
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {2: torch.int16, 4: torch.int32}
 BLOCKS = 24
-# a vector, a block but one vector, a block, a vector more, and all that fits
-SIZES = [16, BLOCK_BYTES - 16, BLOCK_BYTES, BLOCK_BYTES + 16, BLOCKS * BLOCK_BYTES]
+# a vector, a block but one vector, a block, a vector more, all that fits, and two launches
+FULL = BLOCKS * BLOCK_BYTES
+SIZES = [16, BLOCK_BYTES - 16, BLOCK_BYTES, BLOCK_BYTES + 16, FULL]
 
 
 class Ranks:
@@ -67,7 +68,7 @@ def assert_same(got, want):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_twins_in_threads(world, dtype):
     ranks = Ranks(*["cpu"] * world)
-    sizes = SIZES * 2
+    sizes = [*SIZES, 2 * FULL + 16, *SIZES]
     parts = [[values(size, dtype, 7 * k + r) for k, size in enumerate(sizes)] for r in range(world)]
 
     def rank(number):
@@ -80,8 +81,8 @@ def test_twins_in_threads(world, dtype):
             assert_same(got[k], summed([part[k] for part in parts]))
     for number in range(world):
         ranks.assert_empty(number)
-        # the first block took part in all calls, the last one in those of the largest size
-        assert ranks.rounds[number][[0, -1]].tolist() == [len(sizes), 2]
+        # the first block took part in all launches, the last one in those that are full
+        assert ranks.rounds[number][[0, -1]].tolist() == [len(sizes) + 2, 4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,11 +119,14 @@ def test_one_rank_whose_peers_have_written(world, rank, dtype, device):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_empty_strided_and_misaligned(backend, device):
+def test_several_launches_empty_strided_and_misaligned(backend, device):
     if backend == "torch" and torch.device(device).type != "cpu":
         pytest.skip("the twin reads addresses of a CPU")
     ranks = Ranks(device)
     assert ranks.run(backend, 0, torch.empty(0, 8, device=device)).shape == (0, 8)
+    x = torch.randn(5 * FULL // 16 + 4, device=device)
+    assert torch.equal(ranks.run(backend, 0, x), x)
+    assert ranks.rounds[0].tolist() == [2] * 7 + [1] * 17
     x = torch.randn(34, 24, device=device)
     for view in (x.t()[:8], x.view(-1)[1:33], x[:, :8]):
         before = view.clone()
@@ -134,9 +138,10 @@ def test_empty_strided_and_misaligned(backend, device):
 def test_arguments():
     ranks = Ranks("cpu", "cpu")
     operator = torch.ops.oss_fused.all_reduce
-    for size, hint in ((7, "28 bytes"), (4 * BLOCKS * BLOCK_BYTES, "at most 12288")):
-        with pytest.raises(ShapeMismatchError, match=f"x.shape=.*{hint}"):
-            operator(torch.ones(size), ranks.inboxes[0], ranks.rounds[0], 0)
+    with pytest.raises(ShapeMismatchError, match=r"x\.shape=\(7,\): 28 bytes, .* multiple of 16"):
+        operator(torch.ones(7), ranks.inboxes[0], ranks.rounds[0], 0)
+    with pytest.raises(ShapeMismatchError, match=r"rounds\.shape=\(0,\): expected at least one"):
+        operator(torch.ones(8), ranks.inboxes[0], ranks.rounds[0][:0], 0)
     for rank in (-1, 2):
         with pytest.raises(SchemeError, match=f"rank={rank}: expected 0 to 1"):
             operator(torch.ones(8), ranks.inboxes[0], ranks.rounds[0], rank)
@@ -156,11 +161,17 @@ def test_ranks_that_drift_apart_on_a_gpu(world):
             torch.ones(8, device=one).to(other)
     ranks = Ranks(*devices)
     draw = torch.Generator().manual_seed(world)
-    sizes = [16 * int(n) for n in torch.randint(1, BLOCKS * BLOCK_BYTES // 16, (300,), generator=draw)]
+    sizes = [16 * int(n) for n in torch.randint(1, 3 * FULL // 16, (300,), generator=draw)]
     parts = [[values(size, torch.bfloat16, 5 * r + k).to(d) for k, size in enumerate(sizes)]
              for r, d in enumerate(devices)]  # fmt: skip
     streams = [torch.cuda.Stream(device) for device in devices]
-    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            torch.cuda._sleep(1000)
+            # memory for the results: while a rank waits for another, a GPU may not give any
+            held = [torch.empty(2**20, dtype=torch.uint8, device=stream.device) for _ in range(64)]
+            del held
+        torch.cuda.synchronize(stream.device)
     found = [[] for _ in devices]
     for k in range(len(sizes)):
         for rank, stream in enumerate(streams):

@@ -4,11 +4,11 @@
 ``all_reduce``: the sum over ranks of x. All ranks call it in the same order, each on one stream,
 with tensors of the same size and dtype; a rank waits for the others.
 
-    x: [...], bf16, fp16 or float32, a multiple of 16 bytes, at most ``rounds.numel() *
-        BLOCK_BYTES``.
+    x: [...], bf16, fp16 or float32, a multiple of 16 bytes.
     inboxes: [W] int64, addresses of the ranks' inboxes, divisible by 16. An inbox has
         ``inbox_bytes(W, blocks)`` bytes, all of which are 0xFF before the first call.
-    rounds: [blocks] int32, zeros before the first call: how often each block was summed.
+    rounds: [blocks] int32, zeros before the first call: how often each block of the inbox was used.
+        Blocks of ``BLOCK_BYTES`` are summed at once; a larger x takes a launch for each such part.
     rank: this process, 0 to W - 1.
 
 Returns [...] of x's dtype, the same bits on every rank: parts are added in the order of ranks in
@@ -34,12 +34,12 @@ def inbox_bytes(world: int, blocks: int) -> int:
 
 
 def _check(x: torch.Tensor, inboxes: torch.Tensor, rounds: torch.Tensor, rank: int) -> None:
-    size, capacity = x.numel() * x.itemsize, rounds.numel() * BLOCK_BYTES
-    if size > capacity or size % 16:
+    if (size := x.numel() * x.itemsize) % 16:
         raise ShapeMismatchError(
-            f"x.shape={tuple(x.shape)}: {size} bytes, expected a multiple of 16 and at most "
-            f"{capacity}, {BLOCK_BYTES} for each of rounds"
+            f"x.shape={tuple(x.shape)}: {size} bytes, expected a multiple of 16"
         )
+    if not rounds.numel():
+        raise ShapeMismatchError("rounds.shape=(0,): expected at least one block")
     if not 0 <= rank < inboxes.numel():
         raise SchemeError(f"rank={rank}: expected 0 to {inboxes.numel() - 1}")
 

@@ -31,22 +31,23 @@ def all_reduce(
             f"x.device={x.device}: the reference of all_reduce expects a CPU"
         )
     kind = INTEGERS[x.itemsize]
-    block = BLOCK_BYTES // x.itemsize
-    capacity, world = rounds.numel() * block, inboxes.numel()
+    block, blocks = BLOCK_BYTES // x.itemsize, rounds.numel()
+    capacity, world = blocks * block, inboxes.numel()
     own = x.reshape(-1)
     views = [_view(address, 2 * world * capacity, kind) for address in inboxes.tolist()]
     summed = torch.empty_like(own)
-    for number in range(-(-x.numel() // block)):
-        places = slice(number * block, min((number + 1) * block, x.numel()))
+    for start in range(0, x.numel(), block):
+        number, piece = start // block % blocks, own[start : start + block]
+        places = slice(number * block, number * block + len(piece))
         turn = int(rounds[number]) % 2
-        bits = own[places].view(kind)
+        bits = piece.view(kind)
         sent = torch.where(bits == EMPTY, torch.iinfo(kind).max, bits)
         for peer in range(world):
             if peer != rank:
                 views[peer].view(2, world, capacity)[turn, rank, places] = sent
-        total = torch.zeros(len(bits), dtype=torch.float32)
+        total = torch.zeros(len(piece), dtype=torch.float32)
         for source in range(world):
-            part = own[places]
+            part = piece
             if source != rank:
                 here = views[rank].view(2, world, capacity)[turn, source, places]
                 while (here == EMPTY).any():
@@ -54,7 +55,7 @@ def all_reduce(
                 part = here.clone().view(x.dtype)
                 here.fill_(EMPTY)
             total += part.float()
-        summed[places] = total.to(x.dtype)
+        summed[start : start + block] = total.to(x.dtype)
         rounds[number] += 1
     return summed.view(x.shape)
 

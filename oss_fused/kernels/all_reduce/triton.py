@@ -32,7 +32,7 @@ def _place(inbox, source, turn, capacity, column, WORLD: tl.constexpr, KIND: tl.
     return tl.max_contiguous(tl.multiple_of(start + column, 16), column.shape[0])
 
 
-@triton.jit(do_not_specialize=["vectors", "capacity"])
+@triton.jit(do_not_specialize=["vectors", "capacity", "rank"])
 def _all_reduce_kernel(
     x,
     summed,
@@ -40,7 +40,7 @@ def _all_reduce_kernel(
     rounds,
     vectors,
     capacity,
-    RANK: tl.constexpr,
+    rank,
     WORLD: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,7 +49,8 @@ def _all_reduce_kernel(
     column = program * BLOCK + tl.arange(0, BLOCK)
     KIND: tl.constexpr = x.dtype.element_ty
     # a vector of 16 bytes is inside or outside
-    inside = column < vectors * (128 // KIND.primitive_bitwidth)
+    VECTOR: tl.constexpr = 128 // KIND.primitive_bitwidth
+    inside = column < vectors * VECTOR
     wait_for_inputs()
     start_next()
     own = tl.load(x + column, mask=inside, other=0)
@@ -57,22 +58,20 @@ def _all_reduce_kernel(
     turn = (finished & 1).to(tl.int64)
     # EMPTY is a NaN, and another NaN is as good; among integers it is the one that counts as none
     sent = tl.where(own == _EMPTY, 2 ** (own.dtype.primitive_bitwidth - 1) - 1, own).to(own.dtype)
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            inbox = tl.load(inboxes + peer)
-            there = _place(inbox, RANK, turn, capacity, column, WORLD, KIND)
-            tl.store(there, sent, mask=inside, cache_modifier=".wt")
-    mine = tl.load(inboxes + RANK)
+    for step in tl.static_range(1, WORLD):
+        inbox = tl.load(inboxes + (rank + step) % WORLD)
+        there = _place(inbox, rank, turn, capacity, column, WORLD, KIND)
+        tl.store(there, sent, mask=inside, cache_modifier=".wt")
+    mine = tl.load(inboxes + rank)
     total = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(WORLD):
-        if source == RANK:
-            part = own
-        else:
-            here = _place(mine, source, turn, capacity, column, WORLD, KIND)
-            part = tl.load(here, mask=inside, other=0, volatile=True)
-            while tl.max((part == _EMPTY).to(tl.int32), 0) != 0:
-                part = tl.load(here, mask=inside, other=0, volatile=True)
-            tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=inside)
+        arrives = column < tl.where(rank == source, 0, vectors) * VECTOR
+        here = _place(mine, source, turn, capacity, column, WORLD, KIND)
+        part = tl.load(here, mask=arrives, other=0, volatile=True)
+        while tl.max((part == _EMPTY).to(tl.int32), 0) != 0:
+            part = tl.load(here, mask=arrives, other=0, volatile=True)
+        tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=arrives)
+        part = tl.where(rank == source, own, part)
         total += part.to(DTYPE, bitcast=True).to(tl.float32)
     rounded = round_to(total, DTYPE)
     tl.store(summed + column, rounded.to(KIND, bitcast=True), mask=inside)
@@ -88,25 +87,26 @@ def all_reduce(
     if x.data_ptr() % 16:
         x = x.clone()
     summed = torch.empty_like(x)
-    count, size = x.numel(), x.itemsize
-    if count == 0:
-        return summed
-    kind, block = INTEGERS[size], BLOCK_BYTES // size
-    _all_reduce_kernel[(cdiv(count, block),)](
-        x.view(kind),
-        summed.view(kind),
-        inboxes,
-        rounds,
-        count * size // 16,
-        rounds.numel() * block,
-        RANK=rank,
-        WORLD=inboxes.numel(),
-        DTYPE=_DTYPES[x.dtype],
-        BLOCK=block,
-        # a thread has one vector, and no barrier is needed to ask whether all have arrived
-        num_warps=1,
-        **pdl_options(x.device),
-    )
+    kind, world = INTEGERS[x.itemsize], inboxes.numel()
+    block, blocks = BLOCK_BYTES // x.itemsize, rounds.numel()
+    parts, sums = x.view(-1).view(kind), summed.view(-1).view(kind)
+    for start in range(0, len(parts), blocks * block):
+        part = parts[start : start + blocks * block]
+        _all_reduce_kernel[(cdiv(len(part), block),)](
+            part,
+            sums[start:],
+            inboxes,
+            rounds,
+            len(part) * x.itemsize // 16,
+            blocks * block,
+            rank,
+            WORLD=world,
+            DTYPE=_DTYPES[x.dtype],
+            BLOCK=block,
+            # a thread has one vector, and no barrier is needed to ask whether all have arrived
+            num_warps=1,
+            **pdl_options(x.device),
+        )
     return summed
 
 

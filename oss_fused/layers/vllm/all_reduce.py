@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The sum over tensor-parallel ranks by ``oss_fused::all_reduce``, in place of vLLM's kernel.
 
-vLLM's own waits for all ranks at its start and at its end, and no kernel starts early behind or
-before it. Both write to memory of other GPUs of the node; what is too large goes vLLM's way.
+vLLM's own waits for all ranks at its start and at its end, takes up to 8 MiB, and no kernel starts
+early before or behind it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vllm.platforms import current_platform
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.all_reduce import BLOCK_BYTES, inbox_bytes
+from oss_fused.kernels.checks import FLOAT_DTYPES
 from oss_fused.kernels.op import backend_for
 
-# ranks -> the most bytes that they sum in one exchange. Each sends all of them to every other;
-# vLLM's kernel changes there to one that sends every rank its share
-_MOST_BYTES = {2: 8 * 2**20, 4: 512 * 2**10, 6: 256 * 2**10, 8: 256 * 2**10}
+# ranks -> bytes of a launch
+_INBOX = {2: 8 * 2**20, 4: 512 * 2**10, 6: 256 * 2**10, 8: 256 * 2**10}
 
 
 class OssAllReduce(CustomAllreduce):
@@ -36,7 +36,7 @@ class OssAllReduce(CustomAllreduce):
 
     def make_inboxes(self) -> None:
         """Allocate this rank's inbox and learn where the others' are; all ranks call it."""
-        blocks = _MOST_BYTES[self.world_size] // BLOCK_BYTES
+        blocks = _INBOX[self.world_size] // BLOCK_BYTES
         size = inbox_bytes(self.world_size, blocks)
         self.oss_pointers = self.create_shared_buffer(size, group=self.group)
         own = ctypes.c_void_p(self.oss_pointers[self.rank])
@@ -47,10 +47,22 @@ class OssAllReduce(CustomAllreduce):
         # nobody writes before every inbox is empty
         dist.barrier(group=self.group)
 
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel sums ``x``: any size of two ranks, else as much as an inbox holds.
+
+        Each rank sends all of ``x`` to every other. Of two ranks nothing can send less; among more,
+        vLLM has a kernel that sends every rank its share.
+        """
+        fits = self.world_size == 2 or x.nbytes <= self.oss_rounds.numel() * BLOCK_BYTES
+        return not self.disabled and fits and x.nbytes % 16 == 0 and x.dtype in FLOAT_DTYPES
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        """Whether vLLM asks ``custom_all_reduce`` for the sum."""
+        return self._takes(inp) or super().should_custom_ar(inp)
+
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """The sum of ``input`` over ranks; None where vLLM has to sum it in another way."""
-        limit = self.oss_rounds.numel() * BLOCK_BYTES
-        if input.nbytes > limit or not self.should_custom_ar(input):
+        """The sum of ``input`` over ranks."""
+        if not self._takes(input):
             return super().custom_all_reduce(input)
         return torch.ops.oss_fused.all_reduce(input, self.oss_inboxes, self.oss_rounds, self.rank)
 
@@ -72,12 +84,13 @@ def adopt_all_reduce(vllm_config: VllmConfig) -> None:
     found: Any = getattr(get_tp_group().device_communicator, "ca_comm", None)
     if type(found) is not CustomAllreduce or found.disabled or not found.fully_connected:
         return
-    if found.world_size not in _MOST_BYTES or vllm_config.parallel_config.use_ubatching:
+    if found.world_size not in _INBOX or vllm_config.parallel_config.use_ubatching:
         return
     if backend_for("all_reduce", found.device) != "triton":
         return
     # one that is built changes its class, as the decoder layers do
     found.__class__ = OssAllReduce
     found.make_inboxes()
-    # compiles the kernel, which every rank runs
-    found.custom_all_reduce(torch.zeros(8, dtype=vllm_config.model_config.dtype, device=found.device))
+    # compiles the kernel; all ranks run it
+    dtype = vllm_config.model_config.dtype
+    found.custom_all_reduce(torch.zeros(8, dtype=dtype, device=found.device))

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Sums over tensor-parallel ranks: vLLM's all-reduce and this package's, in turn.
+
+Each rank is a process with a GPU of this machine, as under `vllm serve --tensor-parallel-size N`.
+The sums of a size follow one another in a CUDA graph. Both contestants are replayed in turn.
+
+  bench_all_reduce.py --output docs/results/h200x2/all_reduce.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from harness.arguments import Help, output_file, positive, summary_file
+
+from oss_fused.bench.report import text_table
+from oss_fused.environment import fingerprint
+from oss_fused.files import write_json
+
+
+def main() -> int:
+    """Measure, write JSON, print a table; returns the exit code."""
+    args = _parse()
+    import torch
+    from harness.all_reduce import measure
+
+    if torch.cuda.device_count() < args.ranks:
+        print(
+            f"error: --ranks {args.ranks}: this machine has {torch.cuda.device_count()} GPUs; "
+            f"expected one for each rank",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        rows = measure(args.ranks, args.tokens, args.hidden)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    figures = {
+        f"all_reduce.ranks{args.ranks}.speedup_{row['tokens']}": row["ratio"] for row in rows
+    }
+    head = {"kind": "oss_fused.bench_all_reduce", "environment": fingerprint()}
+    shape = {"ranks": args.ranks, "hidden": args.hidden, "dtype": "bfloat16"}
+    write_json(args.output, {**head, **shape, "rows": rows, "figures": figures})
+    if args.summary:
+        from harness.summary import merge_summary
+
+        merge_summary(args.summary, figures, args.output)
+    header = ("tokens", "bytes", "vllm, us", "oss_fused, us", "ratio", "same bits")
+    cells = [[str(value) for value in row.values()] for row in rows]
+    print(text_table(header, cells))
+    return 0 if all(row["same_bits"] for row in rows) or args.ranks > 2 else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    add = parser.add_argument
+    add("--output", type=output_file, required=True, help="JSON file to write")
+    add("--summary", type=summary_file, help="summary.json to merge the ratios into")
+    add("--ranks", type=positive, default=2, help="processes, each with a GPU")
+    add("--hidden", type=positive, default=2880, help="columns of the tensor")
+    tokens = [1, 8, 32, 128, 256, 1024, 8192]
+    add("--tokens", type=positive, nargs="+", default=tokens, help="rows of the tensor")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks {args.ranks}: expected at least 2, as one sums nothing")
+    if args.hidden % 8:
+        parser.error(f"--hidden {args.hidden}: expected a multiple of 8")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
