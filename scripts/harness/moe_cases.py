@@ -242,11 +242,12 @@ def _parts(
     routings = [routed(i) for i in range(len(weights))]
     acts = [gate_up(i) for i in range(len(weights))]
     y, out = down(0), torch.empty_like(sets[0][0])
+    summands = moe.Summands(y, routings[0].topk_weights, routings[0].place)
     parts: dict[str, Callable[[int], Any]] = {
         "route": routed,
         "gate_up": gate_up,
         "down": down,
-        "combine": lambda i: moe.combine(routings[0], y, out),
+        "combine": lambda i: moe.combine(summands, TOP_K, True, out),
         "layer": layer,
     }
     return parts, sum(int(r.topk_ids.unique().numel()) for r in routings) / len(routings)

@@ -13,7 +13,7 @@ from oss_fused.kernels.op import get_kernel
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = {2: torch.int16, 4: torch.int32}
 BLOCKS = 24
-# a vector, a block but one vector, a block, a vector more, all that fits, and two launches
+# a vector, a block but one vector, a block, a vector more, and all that fits
 FULL = BLOCKS * BLOCK_BYTES
 SIZES = [16, BLOCK_BYTES - 16, BLOCK_BYTES, BLOCK_BYTES + 16, FULL]
 
@@ -119,7 +119,7 @@ def test_one_rank_whose_peers_have_written(world, rank, dtype, device):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_several_launches_empty_strided_and_misaligned(backend, device):
+def test_several_rounds_empty_strided_and_misaligned(backend, device):
     if backend == "torch" and torch.device(device).type != "cpu":
         pytest.skip("the twin reads addresses of a CPU")
     ranks = Ranks(device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Warm-up meets every kernel that a batch can need; the GPU's part is in test_gpu.py."""
 
+import functools
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
         fp8 = tokens >= fp8_from
         config = choose_config(tokens, shape, fp8, gluon)
         blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
-        return fp8, config, config.sorted_codes and placing_chunk(tokens, top_k), blocks
+        return fp8, config, blocks[1][1] or placing_chunk(tokens, top_k), blocks
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}
@@ -75,7 +76,9 @@ def test_every_bucket_of_rows(limit):
 
 
 def test_router_changes_twice():
-    assert first_of_each(8192, router_part) == [1, 17, 129]
+    for experts, last in ((4, 128), (32, 128), (64, 64), (128, 32)):
+        part = functools.partial(router_part, experts=experts)
+        assert first_of_each(8192, part) == [1, 17, last + 1]
 
 
 class OnGpu(torch.Tensor):

@@ -8,7 +8,7 @@ with tensors of the same size and dtype; a rank waits for the others.
     inboxes: [W] int64, addresses of the ranks' inboxes, divisible by 16. An inbox has
         ``inbox_bytes(W, blocks)`` bytes, all of which are 0xFF before the first call.
     rounds: [blocks] int32, zeros before the first call: how often each block of the inbox was used.
-        Blocks of ``BLOCK_BYTES`` are summed at once; a larger x takes a launch for each such part.
+        Blocks of ``BLOCK_BYTES`` are summed at once; a larger x takes several rounds of all.
     rank: this process, 0 to W - 1.
 
 Returns [...] of x's dtype, the same bits on every rank: parts are added in the order of ranks in

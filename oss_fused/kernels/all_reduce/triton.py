@@ -19,9 +19,23 @@ import triton.language as tl
 from oss_fused.kernels.all_reduce.reference import BLOCK_BYTES, EMPTY, INTEGERS
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
-from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.numerics import INTERPRETED, round_to
 
 _EMPTY = tl.constexpr(EMPTY)
+
+
+@triton.jit
+def _fence():
+    """Other GPUs see what this thread wrote before the fence when they see what it writes after."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, 0;",
+            "=r,r",
+            [tl.zeros((1,), tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -50,34 +64,43 @@ def _all_reduce_kernel(
     KIND: tl.constexpr = x.dtype.element_ty
     # a vector of 16 bytes is inside or outside
     VECTOR: tl.constexpr = 128 // KIND.primitive_bitwidth
-    inside = column < vectors * VECTOR
+    # of all programs in a round
+    PROGRAM: tl.constexpr = BLOCK // VECTOR
     wait_for_inputs()
     start_next()
-    own = tl.load(x + column, mask=inside, other=0)
     finished = tl.load(rounds + program)
-    turn = (finished & 1).to(tl.int64)
-    # EMPTY is a NaN, and another NaN is as good; among integers it is the one that counts as none
-    sent = tl.where(own == _EMPTY, 2 ** (own.dtype.primitive_bitwidth - 1) - 1, own).to(own.dtype)
-    for step in tl.static_range(1, WORLD):
-        inbox = tl.load(inboxes + (rank + step) % WORLD)
-        there = _place(inbox, rank, turn, capacity, column, WORLD, KIND)
-        tl.store(there, sent, mask=inside, cache_modifier=".wt")
-    mine = tl.load(inboxes + rank)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for source in tl.static_range(WORLD):
-        arrives = column < tl.where(rank == source, 0, vectors) * VECTOR
-        here = _place(mine, source, turn, capacity, column, WORLD, KIND)
-        part = tl.load(here, mask=arrives, other=0, volatile=True)
-        while tl.max((part == _EMPTY).to(tl.int32), 0) != 0:
+    for first in range(0, vectors, tl.num_programs(0) * PROGRAM):
+        # a place must be seen empty by those whom this round's data lets write to it again
+        if first > 0:
+            _fence()
+        inside = column < (vectors - first) * VECTOR
+        own = tl.load(x + first * VECTOR + column, mask=inside, other=0)
+        turn = (finished & 1).to(tl.int64)
+        # EMPTY is a NaN, and another NaN is as good
+        sent = tl.where(own == _EMPTY, 2 ** (own.dtype.primitive_bitwidth - 1) - 1, own)
+        sent = sent.to(own.dtype)
+        for step in tl.static_range(1, WORLD):
+            inbox = tl.load(inboxes + (rank + step) % WORLD)
+            there = _place(inbox, rank, turn, capacity, column, WORLD, KIND)
+            tl.store(there, sent, mask=inside, cache_modifier=".wt")
+        mine = tl.load(inboxes + rank)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for source in tl.static_range(WORLD):
+            arrives = column < tl.where(rank == source, 0, vectors - first) * VECTOR
+            here = _place(mine, source, turn, capacity, column, WORLD, KIND)
             part = tl.load(here, mask=arrives, other=0, volatile=True)
-        tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=arrives)
-        part = tl.where(rank == source, own, part)
-        total += part.to(DTYPE, bitcast=True).to(tl.float32)
-    rounded = round_to(total, DTYPE)
-    tl.store(summed + column, rounded.to(KIND, bitcast=True), mask=inside)
+            while tl.max((part == _EMPTY).to(tl.int32), 0) != 0:
+                part = tl.load(here, mask=arrives, other=0, volatile=True)
+            tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=arrives)
+            part = tl.where(rank == source, own, part)
+            total += part.to(DTYPE, bitcast=True).to(tl.float32)
+        rounded = round_to(total, DTYPE)
+        tl.store(summed + first * VECTOR + column, rounded.to(KIND, bitcast=True), mask=inside)
+        # a round without an element waits for nobody, so it must not count
+        finished += tl.where(program * PROGRAM < vectors - first, 1, 0)
     # all threads have read the number before it changes
     tl.debug_barrier()
-    tl.store(rounds + program, finished + 1)
+    tl.store(rounds + program, finished)
 
 
 def all_reduce(
@@ -87,26 +110,24 @@ def all_reduce(
     if x.data_ptr() % 16:
         x = x.clone()
     summed = torch.empty_like(x)
-    kind, world = INTEGERS[x.itemsize], inboxes.numel()
-    block, blocks = BLOCK_BYTES // x.itemsize, rounds.numel()
-    parts, sums = x.view(-1).view(kind), summed.view(-1).view(kind)
-    for start in range(0, len(parts), blocks * block):
-        part = parts[start : start + blocks * block]
-        _all_reduce_kernel[(cdiv(len(part), block),)](
-            part,
-            sums[start:],
-            inboxes,
-            rounds,
-            len(part) * x.itemsize // 16,
-            blocks * block,
-            rank,
-            WORLD=world,
-            DTYPE=_DTYPES[x.dtype],
-            BLOCK=block,
-            # a thread has one vector, and no barrier is needed to ask whether all have arrived
-            num_warps=1,
-            **pdl_options(x.device),
-        )
+    if x.numel() == 0:
+        return summed
+    kind, block = INTEGERS[x.itemsize], BLOCK_BYTES // x.itemsize
+    _all_reduce_kernel[(min(cdiv(x.numel(), block), rounds.numel()),)](
+        x.view(kind),
+        summed.view(kind),
+        inboxes,
+        rounds,
+        x.nbytes // 16,
+        rounds.numel() * block,
+        rank,
+        WORLD=inboxes.numel(),
+        DTYPE=_DTYPES[x.dtype],
+        BLOCK=block,
+        # a thread has one vector, and no barrier is needed to ask whether all have arrived
+        num_warps=1,
+        **pdl_options(x.device),
+    )
     return summed
 
 

@@ -10,7 +10,7 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
 from oss_fused.kernels.moe.config import ExpertShape, choose_config
 from oss_fused.kernels.moe.encode import empty_codes
-from oss_fused.kernels.moe.place import Routing
+from oss_fused.kernels.moe.place import unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router_norm import add_rms_norm_router
 from oss_fused.kernels.moe.triton import down, encode, gate_up, runs_gluon_products
@@ -58,7 +58,7 @@ def norm_moe_norm(
     if tokens == 1:
         coded = empty_codes(x, 1, levels)
         _, residual, logits = add_rms_norm_router(*norm, coded)
-        routing = Routing(logits, None, None, None, logits, None, coded.codes, coded.scale)
+        routing = unrouted(logits, coded.codes, coded.scale)
     else:
         normed, residual, logits = add_rms_norm_router(*norm)
         routing = encode(normed, logits, top_k, renormalize, None, experts, levels, config)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The weighted sum of a token's slots, residual add, RMSNorm and FP8 quantisation in one launch.
+"""The weighted sum of a token's slots; or that, residual add, RMSNorm and FP8 quantisation in one
+launch.
 
 Where w2 was computed in shares of K, a token has too many rows for one program: several programs
 add up some of the columns each, and the last one to arrive normalises the row.
@@ -92,6 +93,36 @@ def _weighted_sum(y, rows, weights, column, mask, n_pairs, SHAPE: tl.constexpr):
         # an expert that is not here adds nothing, whatever its weight or memory hold
         acc += tl.where(rows[slot] >= 0, part * weights[slot], 0.0)
     return acc
+
+
+@triton.jit(do_not_specialize=["n_pairs"])
+def _combine_kernel(summands, out, n_pairs, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SHAPE.columns
+    start_next()
+    # routing was complete before the kernel ahead of w2's was
+    rows, weights = _slots(summands, token, SHAPE)
+    wait_for_inputs()
+    acc = _weighted_sum(summands.y, rows, weights, column, mask, n_pairs, SHAPE)
+    tl.store(out + token * SHAPE.columns + column, round_to(acc, out.dtype.element_ty), mask=mask)
+
+
+def combine(summands: Summands, top_k: int, renormalize: bool, out: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the slots of every token, into ``out`` [T, H]."""
+    shares, pairs, hidden = summands.y.shape
+    experts = summands.weights.shape[1] if summands.place is None else 0
+    block = min(1024, next_power_of_2(hidden))
+    _combine_kernel[(out.shape[0], cdiv(hidden, block))](
+        summands,
+        out,
+        pairs,
+        SHAPE=_Shape(hidden, top_k, shares, experts, renormalize),
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(out.device),
+    )
+    return out
 
 
 @triton.jit(do_not_specialize=["n_pairs"])

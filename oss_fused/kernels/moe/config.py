@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 
-# tokens up to which norm and router product are one launch, and a program takes four experts
-# (measured on an H200)
-_NORM_AND_ROUTER, _FOUR_EXPERTS = 128, 16
+# tokens up to which norm and router product are one launch, and logits, since every token reads
+# all of the router's weights there; tokens up to which a program takes four experts (measured on an
+# H200)
+_NORM_AND_ROUTER, _LOGITS, _FOUR_EXPERTS = 128, 4096, 16
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
@@ -191,19 +192,17 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
         fp8: FP8 activations.
     """
     configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
-    by_pair = any(config.sorted_codes for config in configs)
-    chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
-    return (fp8, *configs, chunk, *_routing(tokens, shape.global_experts))
+    return (fp8, *configs, *_routing(tokens, shape.top_k, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
     """As ``mxfp4_variant``, of FP8 experts."""
-    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, global_experts))
+    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, top_k, global_experts))
 
 
-def router_part(tokens: int) -> int | None:
+def router_part(tokens: int, experts: int) -> int | None:
     """Experts a program of the norm takes of the router's product; None: the product is torch's."""
-    if tokens > _NORM_AND_ROUTER:
+    if tokens > _NORM_AND_ROUTER or tokens * experts > _LOGITS:
         return None
     return 4 if tokens <= _FOUR_EXPERTS else 8
 
@@ -219,8 +218,8 @@ def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, b
 
 
 def placing_chunk(tokens: int, top_k: int) -> int:
-    """Pairs that a program reads at once where the launch that places the pairs also encodes x in
-    their order; 0: encoding is a launch of its own."""
+    """Pairs that a program reads at once where the launch that places the pairs also encodes x;
+    0: encoding is a launch of its own."""
     if tokens > _PLACED_WITH_CODES:
         return 0
     # 2048 ids, and 8192 comparisons of them with a token's, in registers of four warps
@@ -228,5 +227,8 @@ def placing_chunk(tokens: int, top_k: int) -> int:
     return min(most, max(512, next_power_of_2(tokens * top_k)))
 
 
-def _routing(tokens: int, global_experts: int) -> tuple[object, ...]:
-    return tuple(routing_block(tokens, global_experts, coded) for coded in (False, True))
+def _routing(tokens: int, top_k: int, global_experts: int) -> tuple[object, ...]:
+    blocks = [routing_block(tokens, global_experts, coded) for coded in (False, True)]
+    # where one program has all tokens in either form, no launch places them
+    chunk = 0 if all(single for _, single in blocks) else placing_chunk(tokens, top_k)
+    return (*blocks, chunk)

@@ -12,11 +12,11 @@ import torch
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options
+from oss_fused.kernels.moe.combine_norm import Summands, combine
 from oss_fused.kernels.moe.config import fp8_rows
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.router import route
-from oss_fused.kernels.moe.triton import combine
 
 
 def moe_fp8(
@@ -70,4 +70,5 @@ def moe_fp8(
     second = first._replace(n=hidden, k=inter)
     arguments = (codes, scale, w2, w2_scale, w2_bias, y, routing.tiles, pairs)
     _down_kernel[(cdiv(hidden, 64), tiles)](*arguments, PREFETCH=False, P=second, **options)
-    return combine(routing, y, out)
+    summands = Summands(y, routing.topk_weights, routing.place)
+    return combine(summands, top_k, renormalize, out)

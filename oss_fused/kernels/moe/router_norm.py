@@ -94,7 +94,7 @@ def add_rms_norm_router(
     experts = gate.shape[0]
     x, gate = x.contiguous(), gate.contiguous()
     normed, residual_out = torch.empty_like(x), torch.empty_like(x)
-    part = router_part(tokens)
+    part = router_part(tokens, experts)
     if tokens:
         logits = x.new_empty(tokens, experts)
         # whole chunks of codes

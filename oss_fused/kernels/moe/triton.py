@@ -7,19 +7,18 @@ import functools
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
-from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import pdl_options, runs_gluon
+from oss_fused.kernels.moe.combine_norm import Summands, combine
 from oss_fused.kernels.moe.config import ExpertShape, MoEConfig, Tile, choose_config, takes_few
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
-from oss_fused.kernels.moe.place import Routing
+from oss_fused.kernels.moe.place import Routing, unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router import route
-from oss_fused.kernels.numerics import round_to
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -43,37 +42,6 @@ def _product(
         promote=config.promote,
         mxfp4=True,
     )
-
-
-@triton.jit(do_not_specialize=["n_pairs"])
-def _combine_kernel(
-    y,
-    weights,
-    place,
-    out,
-    n_pairs,
-    TOP_K: tl.constexpr,
-    N: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[t] = sum over slots, in their order, of weight * (sum of y's shares at place)."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < N
-    start_next()
-    wait_for_inputs()
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(TOP_K):
-        row = tl.load(place + token * TOP_K + slot)
-        part = tl.zeros((BLOCK,), tl.float32)
-        for share in tl.static_range(SHARES):
-            y_row = (share * n_pairs + tl.maximum(row, 0)).to(tl.int64) * N
-            part += tl.load(y + y_row + column, mask=mask, other=0.0).to(tl.float32)
-        part *= tl.load(weights + token * TOP_K + slot)
-        # an expert that is not here adds nothing, whatever its weight or memory hold
-        acc += tl.where(row >= 0, part, 0.0)
-    tl.store(out + token * N + column, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
 def runs_gluon_products(device: torch.device, rows13: int, hidden: int) -> bool:
@@ -114,7 +82,10 @@ def moe_mxfp4(
         shape = ExpertShape(top_k, experts, router_logits.shape[1], hidden, rows13 // 2)
         config = choose_config(tokens, shape, fp8, gluon)
     levels = 1 if fp8 else 2
-    routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
+    if tokens == 1 and expert_map is None and activation == "swigluoai":
+        routing = unrouted(router_logits.contiguous(), *encode_rows(x.contiguous(), levels))
+    else:
+        routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
     act, act_scale = gate_up(
         routing, w13, w13_scale, w13_bias, hidden, top_k, activation, x.dtype, levels, config
     )
@@ -131,7 +102,8 @@ def moe_mxfp4(
         config,
         prefetch_weights,
     )
-    return combine(routing, y, out)
+    summands = Summands(y, routing.topk_weights, routing.place)
+    return combine(summands, top_k, renormalize, out)
 
 
 def encode(
@@ -285,24 +257,3 @@ def down(
         **pdl_options(w2.device),
     )
     return y
-
-
-def combine(routing: Routing, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over the slots of every token, into ``out`` [T, H]."""
-    shares, pairs, hidden = y.shape
-    tokens, top_k = routing.topk_ids.shape
-    block = min(1024, next_power_of_2(hidden))
-    _combine_kernel[(tokens, cdiv(hidden, block))](
-        y,
-        routing.topk_weights,
-        routing.place,
-        out,
-        pairs,
-        TOP_K=top_k,
-        N=hidden,
-        SHARES=shares,
-        BLOCK=block,
-        num_warps=4,
-        **pdl_options(out.device),
-    )
-    return out

@@ -141,7 +141,12 @@ def warm_block(block: Any, limit: int) -> None:
     def variant(tokens: int) -> tuple[object, ...]:
         # all experts are here
         of_experts = experts.quant_method.variant(experts, tokens)
-        return (tokens == 1, router_part(tokens), has_two_levels(tokens, most), *of_experts)
+        return (
+            tokens == 1,
+            router_part(tokens, len(block.mlp.router.weight)),
+            has_two_levels(tokens, most),
+            *of_experts,
+        )
 
     most = bf16_rows_of(block.following.reader)
     shape = tuple(experts.w13_weight.shape)

@@ -9,6 +9,7 @@ computes the same result on every processor.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -279,4 +280,5 @@ def warm_router(norm: RMSNorm, mlp: Any, limit: int) -> None:
         )
 
     shape, bias = tuple(router.weight.shape), router.bias is None
-    warm_batches(("router", shape, bias, gain.dtype, gain.device), limit, router_part, run)
+    part = functools.partial(router_part, experts=len(router.weight))
+    warm_batches(("router", shape, bias, gain.dtype, gain.device), limit, part, run)
