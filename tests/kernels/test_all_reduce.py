@@ -53,7 +53,7 @@ def values(size, dtype, seed):
 
 
 def summed(parts):
-    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    total = torch.zeros(parts[0].shape)
     for part in parts:
         total += part.cpu().float()
     return total.to(parts[0].dtype)

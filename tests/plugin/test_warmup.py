@@ -47,7 +47,7 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
         fp8 = tokens >= fp8_from
         config = choose_config(tokens, shape, fp8, gluon)
         blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
-        return fp8, config, blocks[1][1] or placing_chunk(tokens, top_k), blocks
+        return fp8, config, config.sorted_codes and placing_chunk(tokens, top_k), blocks
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}

@@ -8,7 +8,7 @@ import torch
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
-from oss_fused.kernels.moe.config import ExpertShape, choose_config
+from oss_fused.kernels.moe.config import ExpertShape, choose_config, is_unrouted
 from oss_fused.kernels.moe.encode import empty_codes
 from oss_fused.kernels.moe.place import unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
@@ -55,7 +55,7 @@ def norm_moe_norm(
     shape = ExpertShape(top_k, experts, experts, hidden, rows13 // 2)
     config = choose_config(tokens, shape, fp8, gluon)
     norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
-    if tokens == 1:
+    if is_unrouted(tokens, experts):
         coded = empty_codes(x, 1, levels)
         _, residual, logits = add_rms_norm_router(*norm, coded)
         routing = unrouted(logits, coded.codes, coded.scale)

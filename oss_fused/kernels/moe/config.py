@@ -21,7 +21,7 @@ _NORM_AND_ROUTER, _LOGITS, _FOUR_EXPERTS = 128, 4096, 16
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
-# encodes x (measured on an H200)
+# encodes x; there twice as many for up to 128 tokens (measured on an H200)
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
 # tokens up to which one launch places the pairs and encodes x: every token reads all ids there
 _PLACED_WITH_CODES = 768
@@ -139,9 +139,7 @@ def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
     """w13's tile where an expert gets few pairs. More stages: fewer programs at once."""
     programs = _chosen(tokens, shape) * (shape.inter // 32)
     if tokens * shape.top_k <= 4:
-        # a program that finds its expert among many needs more registers: two at once, not three
-        at_once = 2 if shape.global_experts > 64 else 3
-        return Tile(1, 4, 3) if programs <= at_once * _MULTIPROCESSORS else Tile(1, 2, 6)
+        return Tile(1, 4, 3) if programs <= 3 * _MULTIPROCESSORS else Tile(1, 2, 6)
     if programs > _FIVE_STAGES:
         return Tile(1, 2, 4)
     if programs > 2 * 5 * _MULTIPROCESSORS:
@@ -192,12 +190,23 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
         fp8: FP8 activations.
     """
     configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
-    return (fp8, *configs, *_routing(tokens, shape.top_k, shape.global_experts))
+    by_pair = any(config.sorted_codes for config in configs)
+    chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
+    return (fp8, *configs, chunk, *_routing(tokens, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
     """As ``mxfp4_variant``, of FP8 experts."""
-    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, top_k, global_experts))
+    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, global_experts))
+
+
+def is_unrouted(tokens: int, experts: int) -> bool:
+    """Whether the products find a token's experts themselves, rather than after a routing launch.
+
+    One token of up to 64 experts: of 128 the products take longer than they save (measured on an
+    H200 with 32 and 128).
+    """
+    return tokens == 1 and experts <= 64
 
 
 def router_part(tokens: int, experts: int) -> int | None:
@@ -210,16 +219,18 @@ def router_part(tokens: int, experts: int) -> int | None:
 def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, bool]:
     """Tokens a routing program takes (a power of two), and whether one program does it all; with
     ``coded`` the launch also encodes x, which one for many tokens does not."""
-    elements = _CODED_ELEMENTS if coded else _ELEMENTS
-    limit = max(1, elements // max(16, next_power_of_2(global_experts)))
+    padded = max(16, next_power_of_2(global_experts))
+    limit = max(1, _ELEMENTS // padded)
+    if coded:
+        limit = max(1, min(2 * _CODED_ELEMENTS // padded, max(128, _CODED_ELEMENTS // padded)))
     if tokens <= limit:
         return next_power_of_2(tokens), True
     return min(32, limit), False
 
 
 def placing_chunk(tokens: int, top_k: int) -> int:
-    """Pairs that a program reads at once where the launch that places the pairs also encodes x;
-    0: encoding is a launch of its own."""
+    """Pairs that a program reads at once where the launch that places the pairs also encodes x in
+    their order; 0: encoding is a launch of its own."""
     if tokens > _PLACED_WITH_CODES:
         return 0
     # 2048 ids, and 8192 comparisons of them with a token's, in registers of four warps
@@ -227,8 +238,5 @@ def placing_chunk(tokens: int, top_k: int) -> int:
     return min(most, max(512, next_power_of_2(tokens * top_k)))
 
 
-def _routing(tokens: int, top_k: int, global_experts: int) -> tuple[object, ...]:
-    blocks = [routing_block(tokens, global_experts, coded) for coded in (False, True)]
-    # where one program has all tokens in either form, no launch places them
-    chunk = 0 if all(single for _, single in blocks) else placing_chunk(tokens, top_k)
-    return (*blocks, chunk)
+def _routing(tokens: int, global_experts: int) -> tuple[object, ...]:
+    return tuple(routing_block(tokens, global_experts, coded) for coded in (False, True))

@@ -6,8 +6,8 @@ follows. It has one of two forms:
 
 - ``place``: a program for each routing block, which adds up what the blocks before it counted.
 - ``place_and_encode``: a program for each token, which counts the pairs before its own in the ids
-  of all tokens, and stores the codes of its row of x, once or in the places that it found; one more
-  program lists the tiles. The ids are read once for each token, so this is for hundreds of tokens.
+  of all tokens, and stores the codes of its row of x in the places that it found; one more program
+  lists the tiles. The ids are read once for each token, so this is for hundreds of tokens.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class Routing(NamedTuple):
     scale: torch.Tensor | None
 
 
-def unrouted(
-    logits: torch.Tensor, codes: torch.Tensor | None, scale: torch.Tensor | None
-) -> Routing:
+def unrouted(logits: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> Routing:
     """One token with its ``logits`` [1, G], whose experts the products find themselves."""
     return Routing(logits, None, None, None, logits, None, codes, scale)
 
@@ -247,7 +245,6 @@ def _place_and_encode_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BY_PAIR: tl.constexpr,
 ):
     K: tl.constexpr = SHAPE.top_k
     pid = tl.program_id(0)
@@ -262,13 +259,10 @@ def _place_and_encode_kernel(
         value = load_row(rows.x, token, H, BLOCK)
         places = _place_token(expert_map, routing, token, n_pairs, SHAPE, SLOTS, CHUNK)
         first, second, unit = row_codes(value, LEVELS)
-        if BY_PAIR:
-            for i in tl.static_range(K):
-                # an expert that is not here has no place for the row
-                if places[i] >= 0:
-                    store_encoded(rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE)
-        else:
-            store_encoded(rows, token, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+        for i in tl.static_range(K):
+            # an expert that is not here has no place for the row
+            if places[i] >= 0:
+                store_encoded(rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE)
 
 
 def place(
@@ -295,14 +289,13 @@ def place_and_encode(
     chunk: int,
     levels: int,
     permute: bool,
-    by_pair: bool,
 ) -> Routing:
-    """Fill order, place and tiles from the ids alone, and encode x.
+    """Fill order, place and tiles from the ids alone, and encode a row of x for each pair.
 
-    ``chunk``: pairs that a program reads at once; ``by_pair``: a row of codes for each pair.
+    ``chunk``: pairs that a program reads at once.
     """
     tokens, width = x.shape
-    encoded = empty_codes(x, tokens * (shape.top_k if by_pair else 1), levels)
+    encoded = empty_codes(x, tokens * shape.top_k, levels)
     _place_and_encode_kernel[(1 + tokens,)](
         expert_map,
         routing,
@@ -316,7 +309,6 @@ def place_and_encode(
         BLOCK=next_power_of_2(encoded.codes.shape[2]),
         LEVELS=levels,
         PERMUTE=permute,
-        BY_PAIR=by_pair,
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -4,8 +4,8 @@
 Small batches take one launch: one program places the pairs, and one, which repeats the top-k,
 lists the tiles; those that follow turn the rows of x into e4m3 codes in the order of moe/tile.py.
 Larger batches take two: in the first each program finds the top-k of its BT tokens, the second
-places the pairs (moe/place.py). The second also stores the codes unless the tokens are too many;
-then the codes are a third launch.
+places the pairs (moe/place.py). The second also stores the codes where they lie in the order of
+the pairs and the tokens are not too many; else the codes are a third launch.
 Pairs of an expert keep their order (token, then slot), so nothing depends on timing.
 """
 
@@ -114,7 +114,9 @@ def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SING
         if pid == 0:
             place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
         else:
-            list_tiles(count, start, expert_map, routing, n_tiles, SHAPE, 64)
+            # few tokens have few tiles
+            BM: tl.constexpr = min(64, max(16, 4 * SHAPE.block))
+            list_tiles(count, start, expert_map, routing, n_tiles, SHAPE, BM)
     elif counts is not None:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
@@ -176,7 +178,7 @@ def route(
     shape = Shape(global_experts, padded_experts, top_k, block, rows)
     n_tiles = max(1, min(tokens * top_k, experts + tokens * top_k // rows))
     routing = _empty_routing(router_logits, top_k, n_tiles)
-    chunk = 0 if x is None or single else placing_chunk(tokens, top_k)
+    chunk = placing_chunk(tokens, top_k) if x is not None and by_pair and not single else 0
     x = None if x is None else x.contiguous()
     encoded, counts = NO_CODES, None
     if single and x is not None and not by_pair:
@@ -186,7 +188,7 @@ def route(
     into = (routing, counts, encoded)
     _launch(router_logits, expert_map, into, shape, renormalize, single, permute)
     if chunk and x is not None:
-        return place_and_encode(x, routing, expert_map, shape, chunk, levels, permute, by_pair)
+        return place_and_encode(x, routing, expert_map, shape, chunk, levels, permute)
     if counts is not None:
         place(routing, counts, expert_map, shape)
     if x is None or encoded.x is not None:

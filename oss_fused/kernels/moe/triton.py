@@ -13,7 +13,14 @@ from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, runs_gluon
 from oss_fused.kernels.moe.combine_norm import Summands, combine
-from oss_fused.kernels.moe.config import ExpertShape, MoEConfig, Tile, choose_config, takes_few
+from oss_fused.kernels.moe.config import (
+    ExpertShape,
+    MoEConfig,
+    Tile,
+    choose_config,
+    is_unrouted,
+    takes_few,
+)
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
 from oss_fused.kernels.moe.place import Routing, unrouted
@@ -82,7 +89,8 @@ def moe_mxfp4(
         shape = ExpertShape(top_k, experts, router_logits.shape[1], hidden, rows13 // 2)
         config = choose_config(tokens, shape, fp8, gluon)
     levels = 1 if fp8 else 2
-    if tokens == 1 and expert_map is None and activation == "swigluoai":
+    plain = expert_map is None and activation == "swigluoai"
+    if plain and is_unrouted(tokens, experts):
         routing = unrouted(router_logits.contiguous(), *encode_rows(x.contiguous(), levels))
     else:
         routing = encode(x, router_logits, top_k, renormalize, expert_map, experts, levels, config)
