@@ -15,6 +15,7 @@ from oss_fused.kernels.moe.config import ExpertShape, MoEConfig, Tile, choose_co
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
+from oss_fused.kernels.moe import triton as moe_triton
 from oss_fused.kernels.moe.triton import down, encode, gate_up
 
 reference = get_kernel("torch", "moe_mxfp4")
@@ -59,6 +60,36 @@ def test_default_tiles(device, hidden, inter, tokens):
     layer = Layer(hidden, inter, 4).to(device)
     actual, expected = run(layer, *inputs(device, tokens, hidden, 4))
     assert relative_error(actual, expected) < SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize("top_k", [2, 4])
+@pytest.mark.parametrize(
+    ("experts", "mapped", "activation", "routed"),
+    [
+        (64, False, "swigluoai", False),
+        (65, False, "swigluoai", True),
+        (64, True, "swigluoai", True),
+        (64, False, "silu", True),
+    ],
+)
+def test_one_token_with_and_without_a_routing_launch(
+    device, experts, mapped, activation, routed, top_k, monkeypatch
+):
+    launches = []
+
+    def encode_and_note(*arguments, **options):
+        launches.append("route")
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(moe_triton, "encode", encode_and_note)
+    layer = layer_of(64, 32, experts).to(device)
+    x, logits = inputs(device, 1, 64, experts)
+    # equal logits: the lower expert comes first
+    logits[0, 7] = logits[0, 3] = 5.0
+    expert_map = torch.arange(experts, device=device).int() if mapped else None
+    actual, expected = run(layer, x, logits, top_k, expert_map, activation)
+    assert relative_error(actual, expected) < SAME_ARITHMETIC
+    assert launches == ["route"] * routed
 
 
 @pytest.mark.parametrize("fp8", [-1, 0])
@@ -134,7 +165,7 @@ def test_w2_of_few_pairs_fills_whole_waves(shape, tokens, tile):
         (B20, 4, Tile(1, 2, 4)),
         (B20, 5, Tile(1, 2, 5)),
         (B20, 32, Tile(1, 2, 5)),
-        (B120, 1, Tile(1, 2, 6)),
+        (B120, 1, Tile(1, 4, 3)),
         (B120, 2, Tile(1, 2, 6)),
         (B120, 64, Tile(1, 2, 4)),
         (RANK, 1, Tile(1, 4, 3)),

@@ -225,6 +225,15 @@ def test_codes_in_the_order_of_the_pairs(
     assert torch.equal(routing.scale[: len(order)], scale[order // top_k])
 
 
+@pytest.mark.parametrize(
+    ("experts", "last"), [(4, 256), (32, 128), (64, 128), (128, 64), (256, 32), (10000, 1)]
+)
+def test_tokens_of_one_program_where_codes_are_stored(experts, last):
+    assert config.routing_block(last, experts, True) == (last, True)
+    block, single = config.routing_block(last + 1, experts, True)
+    assert not single and block == min(32, last)
+
+
 def test_who_places_and_encodes_in_one_launch():
     assert [config.placing_chunk(tokens, 4) for tokens in (97, 129, 257, 768)] == [
         *(512, 1024, 2048, 2048)
