@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.docs import h100_pages
+from tests.docs import h100_pages, other_runs
 from tests.docs.readers import (
     Passages,
     attention,
@@ -71,7 +71,7 @@ def readme() -> Passages:
     baselines = [startup("gpt_oss_20b", arm) for arm in vllm_arms]
     return [
         *_served_rows(),
-        *h100_pages.readme(),
+        *(h100_pages.readme() + other_runs.two_gpus()),
         *_demo(),
         _largest_load(),
         (
@@ -260,7 +260,7 @@ def prefill_us(arm: str) -> float:
 
 def decode() -> Passages:
     found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
-    found += h100_pages.decode()
+    found += h100_pages.decode() + other_runs.slower_host()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.docs import other_runs
 from tests.docs.readers import (
     Passages,
     best,
@@ -61,7 +62,7 @@ def scaling() -> Passages:
         rates = [round(1e3 * pairs * n / ms, -2) for n, ms in zip((1, 32, 128), steps)]
         found.append((f"| {pairs} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", rates))
     found += _two_nodes()
-    found += _served_tp2()
+    found += _served_tp2() + other_runs.sums()
     runs = (
         "cpu/soak",
         "h200/soak",

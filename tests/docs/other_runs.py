@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: MIT
+"""Passages on gpt-oss-20b beside a slower host, on gpt-oss-120b, and on sums over ranks."""
+
+from __future__ import annotations
+
+from tests.docs.readers import Passages, best, load, oss, profile, speedup
+
+_SLOW = "h200/decode_gpt_oss_20b_slow_host"
+
+
+def slower_host() -> Passages:
+    """decode.md's newer kernels."""
+    report = load(f"{_SLOW}/results.json")
+    prompt = next(c for c in report["cells"] if c["context"] == 8192)
+    times = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
+    form = "prompt took {:.1f} ms there, the baseline's {:.1f} ({:.2f}x); its kernels took {:.1f}"
+    whole = next(p for p in report["profiles"] if (p["context"], p["arm"]) == (8192, "oss_fp8"))
+    steps = [profile(batch, "oss_fp8", _SLOW)["busy_us"] / 1e3 for batch in (1, 8, 32, 128, 256)]
+    return [
+        (form, [*times, prompt["speedup"], whole["busy_us"] / 1e3]),
+        ("took {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f} ms at 1, 8, 32, 128 and 256", steps),
+    ]
+
+
+def two_gpus() -> Passages:
+    """README's gpt-oss-120b."""
+    values = [
+        f("gpt_oss_120b", batch, 128, "h200x2")
+        for f in (oss, best, speedup)
+        for batch in (1, 32, 128)
+    ]
+    form = "sequences: {:.2f}, {:.2f} and {:.2f}, with Triton experts {:.2f}, {:.2f} and {:.2f}"
+    return [(f"{form} ({{:.2f}}x, {{:.2f}}x and {{:.2f}}x,", values)]
+
+
+def sums() -> Passages:
+    """scaling.md's table of sums over ranks, and what the steps of 120b say of prompts."""
+    rows = load("h200x2/all_reduce.json")["rows"]
+    assert all(row["same_bits"] for row in rows)
+    found: Passages = [(f"| tokens | {' | '.join(str(row['tokens']) for row in rows)} |", [])]
+    for label, name, digits in (
+        ("vLLM", "vllm_us", 1),
+        ("oss_fused", "oss_fused_us", 1),
+        ("ratio", "ratio", 2),
+    ):
+        cells = " | ".join([f"{{:.{digits}f}}"] * len(rows))
+        found.append((f"| {label} | {cells} |", [row[name] for row in rows]))
+    report = load("h200x2/decode_gpt_oss_120b/results.json")
+    kernels = next(p for p in report["profiles"] if (p["context"], p["arm"]) == (8192, "oss_fp8"))
+    prompt = next(c for c in report["cells"] if c["context"] == 8192)["arms"]["oss_fp8"]
+    form = "kernels take {:.0f} ms of the {:.0f}. The rounds took {:.0f} and {:.0f}"
+    values = [kernels["busy_us"] / 1e3, prompt["ms"], prompt["min"], prompt["max"]]
+    return [*found, (form, values)]
