@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-from oss_fused.kernels.all_reduce import BLOCK_BYTES, inbox_bytes
+from oss_fused.kernels.all_reduce import BLOCK_BYTES, inbox_bytes, reference
 from oss_fused.layers.vllm import all_reduce
 from oss_fused.layers.vllm.all_reduce import OssAllReduce, adopt_all_reduce
 
@@ -37,12 +37,13 @@ def server(monkeypatch):
 
     def create(size, group=None):
         assert group == "group"
-        boxes.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(found.world_size))
+        boxes.extend(torch.full((size,), 7, dtype=torch.uint8) for _ in range(found.world_size))
         return [box.data_ptr() for box in boxes]
 
     said: list[object] = []
     monkeypatch.setattr(CustomAllreduce, "create_shared_buffer", staticmethod(create))
     monkeypatch.setattr(all_reduce, "CudaRTLibrary", Library)
+    monkeypatch.setattr(all_reduce, "tensor_at", reference.tensor_at)
     monkeypatch.setattr(all_reduce.dist, "barrier", lambda group: said.append(group))
     monkeypatch.setattr(all_reduce.torch.cuda, "synchronize", lambda device: said.append(device))
     monkeypatch.setattr(all_reduce.current_platform, "is_cuda", lambda: True)
@@ -64,9 +65,14 @@ def server(monkeypatch):
 def _with_zeros(make, boxes):
     def run(self):
         make(self)
-        own = boxes[self.rank]
-        assert (own == 0xFF).all() and own.numel() == inbox_bytes(2, 8 * MIB // BLOCK_BYTES)
-        own.view(torch.int16).view(2, 2, -1)[0, 0, :8] = 0
+        own, size = boxes[self.rank], inbox_bytes(2, 8 * MIB // BLOCK_BYTES)
+        assert (own[:size] == 0xFF).all()
+        # what the kernel reads is no memory of PyTorch's
+        assert self.oss_rounds.data_ptr() == own.data_ptr() + size
+        assert self.oss_rounds.tolist() == [0] * (8 * MIB // BLOCK_BYTES)
+        assert self.oss_inboxes.data_ptr() + 16 == own.data_ptr() + len(own)
+        assert self.oss_inboxes.tolist() == [box.data_ptr() for box in boxes]
+        own[:size].view(torch.int16).view(2, 2, -1)[0, 0, :8] = 0
 
     return run
 
@@ -79,7 +85,8 @@ def test_two_ranks_sum_any_size(server):
     # the first sum has used the first block once
     assert found.oss_rounds[:2].tolist() == [1, 0]
     x = torch.arange(24, dtype=torch.bfloat16)
-    server.boxes[1].view(torch.bfloat16).view(2, 2, -1)[1, 0, :24] = 2.0
+    inbox = server.boxes[1][: inbox_bytes(2, 8 * MIB // BLOCK_BYTES)]
+    inbox.view(torch.bfloat16).view(2, 2, -1)[1, 0, :24] = 2.0
     assert torch.equal(found.custom_all_reduce(x), x + 2)
     large = torch.empty(20 * MIB, dtype=torch.bfloat16, device="meta")
     assert found.should_custom_ar(large)

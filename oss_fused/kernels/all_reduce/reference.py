@@ -34,7 +34,7 @@ def all_reduce(
     block, blocks = BLOCK_BYTES // x.itemsize, rounds.numel()
     capacity, world = blocks * block, inboxes.numel()
     own = x.reshape(-1)
-    views = [_view(address, 2 * world * capacity, kind) for address in inboxes.tolist()]
+    views = [tensor_at(address, 2 * world * capacity, kind) for address in inboxes.tolist()]
     summed = torch.empty_like(own)
     for start in range(0, x.numel(), block):
         number, piece = start // block % blocks, own[start : start + block]
@@ -60,7 +60,7 @@ def all_reduce(
     return summed.view(x.shape)
 
 
-def _view(address: int, elements: int, kind: torch.dtype) -> torch.Tensor:
-    """A tensor [elements] over memory at this address."""
-    memory = (ctypes.c_byte * (elements * kind.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=kind)
+def tensor_at(address: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [elements] over a CPU's memory, which it does not own."""
+    memory = (ctypes.c_byte * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)

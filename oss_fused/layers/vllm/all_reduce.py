@@ -8,6 +8,7 @@ early before or behind it.
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,14 +36,23 @@ class OssAllReduce(CustomAllreduce):
     oss_rounds: torch.Tensor
 
     def make_inboxes(self) -> None:
-        """Allocate this rank's inbox and learn where the others' are; all ranks call it."""
+        """Allocate this rank's inbox and learn where the others' are; all ranks call it.
+
+        What the kernel reads lies behind the inbox. PyTorch's memory would be lost where a server
+        sleeps at level 2, since the model is built in the pool of the weights.
+        """
         blocks = _INBOX[self.world_size] // BLOCK_BYTES
         size = inbox_bytes(self.world_size, blocks)
-        self.oss_pointers = self.create_shared_buffer(size, group=self.group)
-        own = ctypes.c_void_p(self.oss_pointers[self.rank])
-        CudaRTLibrary().cudaMemset(own, 0xFF, size)
-        self.oss_inboxes = torch.tensor(self.oss_pointers, device=self.device)
-        self.oss_rounds = torch.zeros(blocks, dtype=torch.int32, device=self.device)
+        behind = 4 * blocks + 8 * self.world_size
+        self.oss_pointers = self.create_shared_buffer(size + behind, group=self.group)
+        own = self.oss_pointers[self.rank]
+        library = CudaRTLibrary()
+        library.cudaMemset(ctypes.c_void_p(own), 0xFF, size)
+        library.cudaMemset(ctypes.c_void_p(own + size), 0, behind)
+        self.oss_rounds = tensor_at(own + size, blocks, torch.int32)
+        places = own + size + 4 * blocks
+        self.oss_inboxes = tensor_at(places, self.world_size, torch.int64)
+        self.oss_inboxes.copy_(torch.tensor(self.oss_pointers))
         torch.cuda.synchronize(self.device)
         # nobody writes before every inbox is empty
         dist.barrier(group=self.group)
@@ -71,6 +81,17 @@ class OssAllReduce(CustomAllreduce):
         if self._ptr:
             self.free_shared_buffer(self.oss_pointers, rank=self.rank)
         super().close()
+
+
+def tensor_at(address: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [elements] of int32 or int64 over a GPU's memory, which it does not own."""
+    layout = {
+        "shape": (elements,),
+        "typestr": f"<i{dtype.itemsize}",
+        "data": (address, False),
+        "version": 3,
+    }
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=layout), device="cuda")
 
 
 def adopt_all_reduce(vllm_config: VllmConfig) -> None:
