@@ -64,8 +64,8 @@ def _parse() -> argparse.Namespace:
     tokens = [1, 8, 32, 128, 256, 1024, 8192]
     add("--tokens", type=positive, nargs="+", default=tokens, help="rows of the tensor")
     args = parser.parse_args()
-    if args.ranks < 2:
-        parser.error(f"--ranks {args.ranks}: expected at least 2, as one sums nothing")
+    if args.ranks not in (2, 4, 6, 8):
+        parser.error(f"--ranks {args.ranks}: expected 2, 4, 6 or 8")
     if args.hidden % 8:
         parser.error(f"--hidden {args.hidden}: expected a multiple of 8")
     return args

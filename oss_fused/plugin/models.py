@@ -43,6 +43,7 @@ from oss_fused.layers.vllm.warmup import collect, finish, max_tokens
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.last_layer import mark_last_layer
 from oss_fused.plugin.monitor import watch as monitor
+from oss_fused.plugin.options import serving_options
 from oss_fused.quant.settings import ServingOptions
 
 
@@ -101,7 +102,8 @@ class _OssModel(nn.Module):
             join_blocks(self.model, OssTransformerBlock, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
-        if options.all_reduce_kernels == "auto":
+        # a draft model, whose options are the defaults, sums with the served model's communicator
+        if serving_options(vllm_config).all_reduce_kernels == "auto":
             adopt_all_reduce(vllm_config)
         if options.fused_layers:
             fuse_rope(self.model, vllm_config)

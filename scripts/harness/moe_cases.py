@@ -224,6 +224,8 @@ def _parts(
 
     def routed(i: int) -> Any:
         x, logits = sets[i]
+        if moe.is_unrouted(tokens, experts):
+            return moe.unrouted(logits, *moe.encode_rows(x, levels))
         return moe.encode(x, logits, TOP_K, True, None, experts, levels, config)
 
     def gate_up(i: int) -> torch.Tensor:
@@ -250,7 +252,8 @@ def _parts(
         "combine": lambda i: moe.combine(summands, TOP_K, True, out),
         "layer": layer,
     }
-    return parts, sum(int(r.topk_ids.unique().numel()) for r in routings) / len(routings)
+    chosen = [logits.topk(TOP_K).indices.unique().numel() for _, logits in sets]
+    return parts, sum(chosen) / len(chosen)
 
 
 def figures(results: Sequence[dict[str, Any]]) -> dict[str, float]:

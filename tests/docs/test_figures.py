@@ -76,7 +76,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("94 %", "4.8 TB/s", "0.77 ms", "0.52 ms", "1.04 ms", "0.72 ms"), "shapes"),
         **dict.fromkeys(("4 GiB", "50 GB/s"), "assumption"),
         **{"90 %": "setting", "95 %": "threshold"},
-        **dict.fromkeys(("8 MiB", "32 MiB", "4 MiB"), "setting"),
+        **dict.fromkeys(("8 MiB", "64 MiB", "32 MiB", "4 MiB"), "setting"),
     },
 }
 

@@ -49,19 +49,24 @@ def values(size, dtype, seed):
     for place, value in zip(where[::5].tolist(), special):
         x[place] = value
     x.view(BITS[dtype.itemsize])[where[1::7]] = -1
+    # in the same place on every rank
+    x[0] = -0.0
     return x
 
 
 def summed(parts):
-    total = torch.zeros(parts[0].shape)
-    for part in parts:
-        total += part.cpu().float()
+    total = parts[0].cpu().float()
+    for part in parts[1:]:
+        total = total + part.cpu().float()
     return total.to(parts[0].dtype)
 
 
 def assert_same(got, want):
     assert got.dtype == want.dtype and got.shape == want.shape
-    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    got = got.cpu()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    # of zeros the sign as well
+    assert torch.equal(got.signbit()[want == 0], want.signbit()[want == 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

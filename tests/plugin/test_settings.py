@@ -228,7 +228,16 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
     settings = with_options(from_checkpoint(CALIBRATED), options)
     model = SimpleNamespace(model=SimpleNamespace(layers=[]))
     quant_config = SimpleNamespace(settings=settings)
-    config = SimpleNamespace(quant_config=quant_config, use_v2_model_runner=v2)
+    config = SimpleNamespace(
+        quant_config=quant_config,
+        use_v2_model_runner=v2,
+        additional_config={"oss_fused": options},
+    )
     models._OssModel._adopt(model, config)
     assert done == [name for name in expected if v2 or name != "state"]
     assert model.options == settings.serving
+    # a draft model has default options, and shares the served model's communicator
+    config.additional_config = {"oss_fused": {"all_reduce_kernels": "vllm"}}
+    done.clear()
+    models._OssModel._adopt(model, config)
+    assert "sums" not in done

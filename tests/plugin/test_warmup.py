@@ -19,6 +19,7 @@ from oss_fused.kernels.moe.config import (
     choose_config,
     fp8_rows,
     fp8_variant,
+    is_unrouted,
     mxfp4_variant,
     placing_chunk,
     router_part,
@@ -47,7 +48,8 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
         fp8 = tokens >= fp8_from
         config = choose_config(tokens, shape, fp8, gluon)
         blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
-        return fp8, config, config.sorted_codes and placing_chunk(tokens, top_k), blocks
+        chunk = config.sorted_codes and placing_chunk(tokens, top_k)
+        return fp8, config, chunk, is_unrouted(tokens, of_all), blocks
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}

@@ -54,7 +54,7 @@ declare(
     {"triton": "triton"},
     mutates=("rounds",),
     check=_check,
-    fake=lambda x: torch.empty_like(x),
+    fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
     # alone: nobody else would write
     example={"...": (3, 40), "W": 1, "B": 2, "rank": 0},
 )

@@ -45,7 +45,7 @@ def all_reduce(
         for peer in range(world):
             if peer != rank:
                 views[peer].view(2, world, capacity)[turn, rank, places] = sent
-        total = torch.zeros(len(piece), dtype=torch.float32)
+        total = torch.full((len(piece),), -0.0)
         for source in range(world):
             part = piece
             if source != rank:

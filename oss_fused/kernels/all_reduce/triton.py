@@ -7,7 +7,7 @@ about as long as one write from GPU to GPU. Who reads a place leaves EMPTY in it
 
 A block has two places for each source, used in turn. A rank writes to a place for the second time
 in the block's round after the next. By then it has received the next round from every rank, and a
-rank sends that in a later launch than the one which read and emptied the place.
+rank sends that in a later launch, or behind a fence, than it read and emptied the place.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _all_reduce_kernel(
             there = _place(inbox, rank, turn, capacity, column, WORLD, KIND)
             tl.store(there, sent, mask=inside, cache_modifier=".wt")
         mine = tl.load(inboxes + rank)
-        total = tl.zeros((BLOCK,), tl.float32)
+        total = own.to(DTYPE, bitcast=True).to(tl.float32)
         for source in tl.static_range(WORLD):
             arrives = column < tl.where(rank == source, 0, vectors - first) * VECTOR
             here = _place(mine, source, turn, capacity, column, WORLD, KIND)
@@ -93,7 +93,9 @@ def _all_reduce_kernel(
                 part = tl.load(here, mask=arrives, other=0, volatile=True)
             tl.store(here, tl.full((BLOCK,), _EMPTY, KIND), mask=arrives)
             part = tl.where(rank == source, own, part)
-            total += part.to(DTYPE, bitcast=True).to(tl.float32)
+            value = part.to(DTYPE, bitcast=True).to(tl.float32)
+            # no sum begins with +0.0, which would turn the sum of negative zeros positive
+            total = value if source == 0 else total + value
         rounded = round_to(total, DTYPE)
         tl.store(summed + first * VECTOR + column, rounded.to(KIND, bitcast=True), mask=inside)
         # a round without an element waits for nobody, so it must not count

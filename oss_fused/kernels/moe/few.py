@@ -307,6 +307,7 @@ def _down_few_kernel(
             operands = _unpack_all(_load_slot(buffers, slot))
             ready = ready + (operands,)  # type: ignore[assignment]  # noqa: RUF005
         wait_for_inputs()
+        # not before: combine reads the routing ahead of its own wait
         start_next()
         column = gl.arange(0, _COLUMNS, gl.SliceLayout(1, _token_layout()))
         nth = column // 2 % PER

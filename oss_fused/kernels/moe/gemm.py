@@ -124,6 +124,7 @@ def _only_step(x, weight, weight_scale, x_rows, x_mask, share, P: tl.constexpr):
     begin = share * P.depth
     w, s = _load_step(weight, weight_scale, begin, P)
     wait_for_inputs()
+    # not before: combine reads the routing ahead of its own wait
     start_next()
     x_base, x_mask = _token_rows(x, x_rows, x_mask, P)
     acc = tl.zeros((64 * P.groups, P.rows * P.levels), tl.float32)
@@ -367,6 +368,7 @@ def _down_kernel(
         acc = _only_step(x, weight, weight_scale, position, mask, share, P)
     else:
         wait_for_inputs()
+        # not before: combine reads the routing ahead of its own wait
         start_next()
         if P.mxfp4:
             acc = _packed_products(x, weight, weight_scale, position, mask, share, P)

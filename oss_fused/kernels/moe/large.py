@@ -51,6 +51,7 @@ def _load_tokens(desc, ring, tiles, progress, units, SHAPE: gl.constexpr):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_for_inputs()
+    # not before: combine reads the routing ahead of its own wait
     start_next()
     total = gl.load(progress) * units
     index = gl.program_id(0)

@@ -95,6 +95,7 @@ def _load(descs, ring, tiles, progress, units, SHAPE: gl.constexpr):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     wait_for_inputs()
+    # not before: combine reads the routing ahead of its own wait
     start_next()
     total = gl.load(progress) * units
     index = gl.program_id(0)

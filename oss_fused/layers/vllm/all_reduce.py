@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
 """The sum over tensor-parallel ranks by ``oss_fused::all_reduce``, in place of vLLM's kernel.
 
-vLLM's own waits for all ranks at its start and at its end, takes up to 8 MiB, and no kernel starts
-early before or behind it.
+vLLM's own waits for all ranks at its start and at its end, takes 8 MiB at most, and no kernel
+starts early before or behind it.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ _INBOX = {2: 8 * 2**20, 4: 512 * 2**10, 6: 256 * 2**10, 8: 256 * 2**10}
 class OssAllReduce(CustomAllreduce):
     """vLLM's all-reduce of one node's GPUs; ``adopt_all_reduce`` gives an object this class."""
 
-    oss_pointers: list[int]
+    oss_pointers: Sequence[int] = ()
     oss_inboxes: torch.Tensor
     oss_rounds: torch.Tensor
 
@@ -49,9 +50,9 @@ class OssAllReduce(CustomAllreduce):
         library = CudaRTLibrary()
         library.cudaMemset(ctypes.c_void_p(own), 0xFF, size)
         library.cudaMemset(ctypes.c_void_p(own + size), 0, behind)
-        self.oss_rounds = tensor_at(own + size, blocks, torch.int32)
+        self.oss_rounds = tensor_at(own + size, blocks, torch.int32, self.device)
         places = own + size + 4 * blocks
-        self.oss_inboxes = tensor_at(places, self.world_size, torch.int64)
+        self.oss_inboxes = tensor_at(places, self.world_size, torch.int64, self.device)
         self.oss_inboxes.copy_(torch.tensor(self.oss_pointers))
         torch.cuda.synchronize(self.device)
         # nobody writes before every inbox is empty
@@ -63,8 +64,10 @@ class OssAllReduce(CustomAllreduce):
         Each rank sends all of ``x`` to every other. Of two ranks nothing can send less; among more,
         vLLM has a kernel that sends every rank its share.
         """
+        if self.disabled or x.dtype not in FLOAT_DTYPES or not x.is_contiguous():
+            return False
         fits = self.world_size == 2 or x.nbytes <= self.oss_rounds.numel() * BLOCK_BYTES
-        return not self.disabled and fits and x.nbytes % 16 == 0 and x.dtype in FLOAT_DTYPES
+        return fits and x.nbytes % 16 == 0
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """Whether vLLM asks ``custom_all_reduce`` for the sum."""
@@ -78,20 +81,29 @@ class OssAllReduce(CustomAllreduce):
 
     def close(self) -> None:
         """Free the inbox, and what vLLM's class holds."""
-        if self._ptr:
+        if self._ptr and self.oss_pointers:
             self.free_shared_buffer(self.oss_pointers, rank=self.rank)
         super().close()
 
 
-def tensor_at(address: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor [elements] of int32 or int64 over a GPU's memory, which it does not own."""
+def tensor_at(
+    address: int, elements: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor [elements] of int32 or int64 over memory of a GPU, which it does not own.
+
+    Raises:
+        RuntimeError: PyTorch copied the memory, which is then not of this device.
+    """
     layout = {
         "shape": (elements,),
         "typestr": f"<i{dtype.itemsize}",
         "data": (address, False),
         "version": 3,
     }
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=layout), device="cuda")
+    found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=layout), device=device)
+    if found.data_ptr() != address:
+        raise RuntimeError(f"address={address:#x}: expected memory of {device}")
+    return found
 
 
 def adopt_all_reduce(vllm_config: VllmConfig) -> None:
