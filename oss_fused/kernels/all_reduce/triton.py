@@ -64,12 +64,12 @@ def _all_reduce_kernel(
     KIND: tl.constexpr = x.dtype.element_ty
     # a vector of 16 bytes is inside or outside
     VECTOR: tl.constexpr = 128 // KIND.primitive_bitwidth
-    # of all programs in a round
-    PROGRAM: tl.constexpr = BLOCK // VECTOR
+    # vectors of a program
+    OWN: tl.constexpr = BLOCK // VECTOR
     wait_for_inputs()
     start_next()
     finished = tl.load(rounds + program)
-    for first in range(0, vectors, tl.num_programs(0) * PROGRAM):
+    for first in range(0, vectors, tl.num_programs(0) * OWN):
         # a place must be seen empty by those whom this round's data lets write to it again
         if first > 0:
             _fence()
@@ -99,7 +99,7 @@ def _all_reduce_kernel(
         rounded = round_to(total, DTYPE)
         tl.store(summed + first * VECTOR + column, rounded.to(KIND, bitcast=True), mask=inside)
         # a round without an element waits for nobody, so it must not count
-        finished += tl.where(program * PROGRAM < vectors - first, 1, 0)
+        finished += tl.where(program * OWN < vectors - first, 1, 0)
     # all threads have read the number before it changes
     tl.debug_barrier()
     tl.store(rounds + program, finished)
