@@ -132,9 +132,13 @@ def test_guided_json(served):
 
 
 @pytest.mark.gpu
-def test_sleep(tmp_path, engine):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sleep(tmp_path, engine, ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs a GPU for each rank")
     folder = build(tmp_path, "gpt_oss", head_dim=64)
-    served = engine(folder, quantization="oss_fp8", enable_sleep_mode=True, **SHARED_GPU)
+    options = {"enable_sleep_mode": True, "tensor_parallel_size": ranks, **SHARED_GPU}
+    served = engine(folder, quantization="oss_fp8", **options)
     before, tokens = served.generate(), tokens_alone(served)
     # one after the other: vLLM's allocator allows one engine that sleeps a process
     for level in (1, 2):
@@ -146,6 +150,20 @@ def test_sleep(tmp_path, engine):
         # before generate(): a request without logprobs is the sampler's short path
         assert tokens_alone(served) == tokens, level
         assert served.generate() == before, level
+
+
+@pytest.mark.gpu
+def test_either_kernel_of_ranks_gives_the_same_answers(tmp_path, engine):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a GPU for each rank")
+    folder = build(tmp_path, "gpt_oss", head_dim=64)
+    found = []
+    for kernels in ("auto", "vllm"):
+        config = {"oss_fused": {"all_reduce_kernels": kernels}}
+        options = {"tensor_parallel_size": 2, "additional_config": config, **SHARED_GPU}
+        served = engine(folder, quantization="oss_fp8", **options)
+        found.append((served.generate(), tokens_alone(served)))
+    assert found[0] == found[1]
 
 
 def tokens_alone(served):
