@@ -4,10 +4,10 @@
 A kernel launched with ``launch_pdl=True`` touches nothing before ``wait_for_inputs``, outputs
 included: the allocator may have handed us memory that the kernel before still reads. Where the
 caller vouches for it (PREFETCH), the kernel asks for operands before it waits: for weights that no
-kernel of the step writes, or for a block table and lengths made before the step began. Without
-that ``wait_unless`` waits above those loads. It may also read what the kernels before the one ahead
-wrote, if the one ahead calls ``start_next`` after its own wait. The cache is never read early:
-another sequence of the same step may be writing a block that this one shares (docs/kernels.md).
+kernel of the step writes, for a block table and lengths made before the step began, or for what the
+kernels before the one ahead wrote, if the one ahead calls ``start_next`` after its own wait.
+Without that ``wait_unless`` waits above those loads. The cache is never read early: another
+sequence of the same step may be writing a block that this one shares (docs/kernels.md).
 
 A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so that one such
 kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer

@@ -249,7 +249,7 @@ def _parts(
         "route": routed,
         "gate_up": gate_up,
         "down": down,
-        "combine": lambda i: moe.combine(summands, TOP_K, True, out),
+        "combine": lambda i: moe.combine(summands, TOP_K, True, out, True),
         "layer": layer,
     }
     chosen = [logits.topk(TOP_K).indices.unique().numel() for _, logits in sets]

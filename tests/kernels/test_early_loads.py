@@ -55,6 +55,8 @@ ALLOWED = {
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_request_weights", "desc"): _WEIGHT,
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_load", "a_desc"): _OUTSIDE,
     ("mlp.gate_up_stream._gate_up_stream_kernel", "_multiply", "b_scale"): _WEIGHT,
+    ("moe.combine_norm._combine_kernel", "ranked", "logits"): _BEFORE,
+    ("moe.combine_norm._combine_kernel", "_slots", "summands"): _BEFORE,
     ("moe.combine_norm._combine_norm_kernel", "ranked", "logits"): _BEFORE,
     ("moe.combine_norm._combine_norm_kernel", "_slots", "summands"): _BEFORE,
     ("moe.combine_norm._combine_norm_kernel", "_combine_norm_kernel", "residual"): _BEFORE,

@@ -96,11 +96,14 @@ def _weighted_sum(y, rows, weights, column, mask, n_pairs, SHAPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_pairs"])
-def _combine_kernel(summands, out, n_pairs, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    summands, out, n_pairs, SHAPE: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SHAPE.columns
     start_next()
+    wait_unless(PREFETCH)
     # routing was complete before the kernel ahead of w2's was
     rows, weights = _slots(summands, token, SHAPE)
     wait_for_inputs()
@@ -108,7 +111,9 @@ def _combine_kernel(summands, out, n_pairs, SHAPE: tl.constexpr, BLOCK: tl.const
     tl.store(out + token * SHAPE.columns + column, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
-def combine(summands: Summands, top_k: int, renormalize: bool, out: torch.Tensor) -> torch.Tensor:
+def combine(
+    summands: Summands, top_k: int, renormalize: bool, out: torch.Tensor, prefetch: bool = False
+) -> torch.Tensor:
     """Weighted sum over the slots of every token, into ``out`` [T, H]."""
     shares, pairs, hidden = summands.y.shape
     experts = summands.weights.shape[1] if summands.place is None else 0
@@ -119,6 +124,7 @@ def combine(summands: Summands, top_k: int, renormalize: bool, out: torch.Tensor
         pairs,
         SHAPE=_Shape(hidden, top_k, shares, experts, renormalize),
         BLOCK=block,
+        PREFETCH=prefetch,
         num_warps=4,
         **pdl_options(out.device),
     )

@@ -111,7 +111,7 @@ def moe_mxfp4(
         prefetch_weights,
     )
     summands = Summands(y, routing.topk_weights, routing.place)
-    return combine(summands, top_k, renormalize, out)
+    return combine(summands, top_k, renormalize, out, prefetch_weights)
 
 
 def encode(
