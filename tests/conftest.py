@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.interpreter import spare_lookups
+
 # selections by subject, for whoever names one; the whole suite runs their tests where they live
 collect_ignore = ["test_rmsnorm_rope.py", "test_fp8_gemm.py"]
 
@@ -17,6 +19,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # read by triton when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    spare_lookups()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -29,6 +29,9 @@ def interpret_vllm() -> None:
 
     driver = SimpleNamespace(is_active=lambda: True)
     backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    from tests.interpreter import spare_lookups
+
+    spare_lookups()
 
 
 class Passes:
