@@ -6,6 +6,7 @@ Only the classes of errors.py may come out: no bare ValueError, RuntimeError or 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -290,9 +291,16 @@ def test_the_flag_of_the_hypothesis_profile_decides(tmp_path):
         "def test_tiny():\n"
         "    print('examples', hypothesis.settings().max_examples)\n"
     )
+    # the conftest imports from this folder
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     for flags, count in (([], 20), (["--hypothesis-profile=ci"], 300)):
         command = [sys.executable, "-m", "pytest", "-qs", "-p", "no:cacheprovider", *flags]
         run = subprocess.run(
-            [*command, "test_tiny.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+            [*command, "test_tiny.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert f"examples {count}\n" in run.stdout
