@@ -20,23 +20,31 @@ from tests.quant.runs import Models, calibrate, config_of, tensors, whole_model
 pytestmark = pytest.mark.serve
 
 _SCORE = """
-import json, sys, vllm
-options = json.loads(sys.argv[2])
-llm = vllm.LLM(sys.argv[1], max_model_len=64, enforce_eager=True, max_num_seqs=8, **options)
+import gc, json, sys, vllm
+from vllm.distributed import cleanup_dist_env_and_memory
+options = json.loads(sys.argv[1])
 prompts = [{"prompt_token_ids": list(range(5 * i, 5 * i + 20))} for i in range(1, 9)]
 params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-outputs = llm.generate(prompts, params)
-scores = [
-    [step[token].logprob for token, step in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])]
-    for o in outputs
-]
-with open(f"{sys.argv[1]}/scores.json", "w") as file:
-    json.dump(scores, file)
+for folder in sys.argv[2:]:
+    llm = vllm.LLM(folder, max_model_len=64, enforce_eager=True, max_num_seqs=8, **options)
+    outputs = llm.generate(prompts, params)
+    scores = [
+        [step[token].logprob for token, step in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])]
+        for o in outputs
+    ]
+    with open(f"{folder}/scores.json", "w") as file:
+        json.dump(scores, file)
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
 """
 
 
-def score(folder: Path, plugins: str) -> torch.Tensor:
-    """Log-probabilities [8, 19] of the tokens of fixed prompts."""
+def score(plugins: str, *folders: Path) -> list[torch.Tensor]:
+    """Log-probabilities [8, 19] of the tokens of fixed prompts, of each model.
+
+    One process loads them in turn: it imports vLLM, most of the time, once.
+    """
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1"}
     # vLLM compiles parts of its sampler even with enforce_eager, which takes most of the time
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
@@ -44,18 +52,18 @@ def score(folder: Path, plugins: str) -> torch.Tensor:
     if torch.cuda.is_available():
         # a fixed cache: tests beside this one change the free memory, of which vLLM takes 92%
         options = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28}
-    command = [sys.executable, "-c", _SCORE, str(folder), json.dumps(options)]
+    command = [sys.executable, "-c", _SCORE, json.dumps(options), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.tensor(json.loads((folder / "scores.json").read_text()))
+    return [torch.tensor(json.loads((each / "scores.json").read_text())) for each in folders]
 
 
 def test_vllm_alone_reads_the_same_model(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("llama", "tiny"))
     for form in ("compressed-tensors", "oss-fp8"):
         Run(make_recipe({"format": form}), RunOptions(tmp_path / "m", tmp_path / form)).execute()
-    bf16, alone = score(tmp_path / "m", ""), score(tmp_path / "compressed-tensors", "")
-    plugin = score(tmp_path / "oss-fp8", "oss_fused")
+    bf16, alone = score("", tmp_path / "m", tmp_path / "compressed-tensors")
+    (plugin,) = score("oss_fused", tmp_path / "oss-fp8")
     quantisation = (alone - bf16).abs().mean()
     # how a processor's kernels round activations and order sums differs; what they compute is as
     # near to each other as either is to bf16, which a wrong scale or weight would not leave so
@@ -90,7 +98,7 @@ def test_vllm_alone_serves_plain_mxfp4(tmp_path: Path) -> None:
     make_model(tmp_path / "m", get_shape("gpt-oss", "tiny"))
     calibrate(tmp_path / "m", tmp_path / "out", format="mxfp4")
     model = whole_model(tmp_path / "out")
-    found = score(tmp_path / "out", "")
+    (found,) = score("", tmp_path / "out")
     for row, number in zip(found, range(1, 9)):
         ids = torch.arange(5 * number, 5 * number + 20)
         with torch.no_grad():

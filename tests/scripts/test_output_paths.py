@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import ast
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -105,10 +104,14 @@ def test_bad_input_leaves_no_folder_behind(
 
 
 @pytest.mark.parametrize("script", ["doctor.py --json", "measure_house.py --output"])
-def test_scripts_end_with_a_usage_error(tmp_path: Path, script: str) -> None:
+def test_scripts_end_with_a_usage_error(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     name, flag = script.split()
-    command = [sys.executable, str(SCRIPTS / name), flag, str(tmp_path / "file" / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"argument {flag}: " in done.stderr and "cannot be written" in done.stderr
+    monkeypatch.setattr(sys, "argv", [name, flag, str(tmp_path / "file" / "out.json")])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and "Traceback" not in said
+    assert f"argument {flag}: " in said and "cannot be written" in said
