@@ -8,6 +8,7 @@ import torch
 from moe_layer import Layer
 
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.moe.config import ExpertShape, choose_config
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
@@ -48,11 +49,20 @@ def assert_close(actual, expected):
         assert float((a - b).norm()) <= 0.01 * float(b.norm())
 
 
+def _shares_of(block, tokens, top_k=4):
+    """How many programs add up a token's columns and arrive."""
+    experts, rows13, _ = block.layer.packed13[0].shape
+    shape = ExpertShape(top_k, experts, experts, 320, rows13 // 2)
+    return choose_config(tokens, shape, False).down.shares
+
+
 @pytest.mark.parametrize(
     ("tokens", "static"), [(1, False), (1, True), (3, False), (9, False), (40, True)]
 )
 def test_it_computes_what_the_operators_in_turn_do(device, tokens, static):
-    block = Block(320, 96, 12, device, seed=tokens)
+    # few tokens: long enough for several shares of K
+    block = Block(320, {1: 544, 3: 288}.get(tokens, 96), 12, device, seed=tokens)
+    assert (_shares_of(block, tokens) > 1) == (tokens <= 3)
     x, residual = block.random(tokens, 320), block.random(tokens, 320)
     scale = torch.full((1,), 0.02, device=device) if static else None
     expected = block.run("torch", x, residual, scale)
@@ -77,7 +87,8 @@ def test_one_token_chooses_as_moe_route_does(device, experts, top_k, renormalize
 
 def test_shares_of_as_many_tokens_as_they_are_made_for(device):
     """Every token has a counter of its own."""
-    block = Block(320, 96, 12, device)
+    block = Block(320, 288, 12, device)
+    assert _shares_of(block, 16, 1) > 1
     x, residual = block.random(16, 320), block.random(16, 320)
     expected = block.run("torch", x, residual, None, 1)
     assert_close(block.run("triton", x, residual, None, 1), expected)
