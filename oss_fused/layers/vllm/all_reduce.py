@@ -25,7 +25,7 @@ from oss_fused.kernels.all_reduce import BLOCK_BYTES, inbox_bytes
 from oss_fused.kernels.checks import FLOAT_DTYPES
 from oss_fused.kernels.op import backend_for
 
-# ranks -> bytes of a launch
+# ranks -> the most bytes that are summed in one round
 _INBOX = {2: 8 * 2**20, 4: 512 * 2**10, 6: 256 * 2**10, 8: 256 * 2**10}
 
 
