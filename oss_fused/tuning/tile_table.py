@@ -68,6 +68,11 @@ FAMILIES = (
         ConfigSpace({"block_n": (64, 128), "block_k": (128, 256, 512), "ctas": (1, 2)}),
     ),
     Family(
+        "stream",
+        (1, 16),
+        ConfigSpace({"block_k": (256, 512), "ctas": (1, 2), "slices": (2, 4)}),
+    ),
+    Family(
         "swap",
         (4, 128),
         ConfigSpace({"block_n": (64, 128), "block_k": (128, 256, 512), "num_stages": (3, 4, 5, 8)}),

@@ -160,6 +160,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "greedy tokens": call(greedy, 8, 201088),
     "joined qkv 1": call(qkv, 1, 2880, 64, 8, 64),
     "joined qkv 8, two levels": call(qkv, 8, 2880, 64, 8, 64, True),
+    "joined qkv 128": call(qkv, 128, 2880, 64, 8, 64),
     **{f"o_proj {rows}, two levels": call(two_levels, rows, 2880, 4096) for rows in (1, 8)},
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
@@ -193,7 +194,10 @@ LONG: dict[str, functools.partial[None]] = {
         for n, k in ((5120, 2880), (2880, 4096), (6144, 4096), (28672, 4096), (4096, 14336))
         for rows in (2, 16, 32, 128, 256, 1024, 2048)
     },
-    **{f"joined qkv of Llama {rows}": call(qkv, rows, 4096, 32, 8, 128) for rows in (1, 16, 17)},
+    **{
+        f"joined qkv of Llama {rows}": call(qkv, rows, 4096, 32, 8, 128)
+        for rows in (1, 16, 64, 128)
+    },
     **{f"gate_up {rows}": call(gate_up, rows) for rows in (1, 16, 64, 128, 512)},
     "convolution, stride 2": call(convolution, 2),
     **{f"weight-only {rows}": call(weight_only, rows) for rows in (1, 2, 3, 256, 257, 2048)},

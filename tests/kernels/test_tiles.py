@@ -2,6 +2,7 @@
 """Tile tables: buckets, the rule for unknown shapes, and what each table names exists."""
 
 import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_both_levels_of_a_row_leave_a_table_of_one_level(monkeypatch):
     """On an H100 the table's gemv takes 2.7 us of a layer more for the output projection."""
     gemv = {"kernel": "gemv", "rows_n": 8, "block_k": 2048, "num_warps": 8}
     monkeypatch.setattr(tiles, "lookup", lambda *_: gemv)
-    stream = {"kernel": "stream", "block_m": 8, "block_n": 64, "block_k": 512, "ctas": 1}
+    stream = {"kernel": "stream", "block_m": 8, "block_k": 512, "ctas": 1, "slices": 2}
     assert tiles.choose_two_levels(CPU, 1, 2880, 4096, True) == stream
     # many outputs, or no Gluon
     assert tiles.choose_two_levels(CPU, 1, 201088, 2880, True) == gemv
@@ -54,6 +55,16 @@ def test_both_levels_of_a_row_leave_a_table_of_one_level(monkeypatch):
     # several rows take it wherever it runs; rows and levels are columns
     assert tiles.choose_two_levels(CPU, 2, 201088, 2880, True)["kernel"] == "stream"
     assert tiles.choose_two_levels(CPU, 8, 2880, 4096, True)["block_m"] == 16
+
+
+def test_a_long_row_of_few_outputs_is_sliced():
+    sliced = {"kernel": "stream", "block_m": 8, "block_k": 512, "ctas": 1, "slices": 2}
+    assert [tiles.gemm_rule(rows, 4096, 14336, True) for rows in (1, 2, 4)] == [sliced] * 3
+    assert tiles.gemm_rule(16, 4224, 8192, True) == sliced | {"block_m": 16, "block_k": 256}
+    # more rows read more tokens; more outputs, or a short K, gain nothing
+    for rows, n, k in ((32, 4096, 14336), (4, 4225, 14336), (4, 4096, 8176)):
+        assert "slices" not in tiles.gemm_rule(rows, n, k, True)
+    assert tiles.gemm_rule(1, 4096, 14336)["kernel"] == "gemv"
 
 
 @pytest.mark.parametrize(
@@ -109,12 +120,14 @@ def test_tables_fit_the_launchers(path):
         assert config.get("block_m", bucket) >= min(bucket, 64)
 
 
-def _ring(k, tile, wide=False):
+def _ring(k, tile, exchange=0):
     from oss_fused.kernels.gemm.stream import stream_stages
 
-    return stream_stages(
-        k, tile["block_m"], tile["block_n"], tile.get("block_k", 256), tile["ctas"], wide
-    )
+    slices = tile.get("slices", 1)
+    rows = tile["block_m"] * slices, tile.get("block_n", 64)
+    if slices > 1:
+        exchange = 16 * 1024
+    return stream_stages(k, *rows, tile.get("block_k", 256), tile["ctas"], exchange)
 
 
 def test_no_stream_that_waits_for_itself_is_launched():
@@ -123,9 +136,11 @@ def test_no_stream_that_waits_for_itself_is_launched():
     from oss_fused.kernels.gemm.stream import gemm_stream
     from oss_fused.tuning.tile_table import FAMILIES
 
-    (family,) = (family for family in FAMILIES if family.kernel == "stream")
+    families = [family for family in FAMILIES if family.kernel == "stream"]
     refused = 0
-    for bucket in (1, 16, 32, 64, 128):
+    for family, bucket in itertools.product(families, (1, 16, 32, 64, 128)):
+        if not family.rows[0] <= bucket <= family.rows[1]:
+            continue
         for config in family.space:
             tile = family.tile(bucket, config)
             try:
@@ -163,4 +178,4 @@ def test_rules_and_tables_leave_two_stages():
     # of a float32 result, whose layout is exchanged in 16 KB
     for _, tile in streams:
         half = {**tile, "block_k": min(tile.get("block_k", 256), 128)}
-        assert _ring(65536, half, wide=True) >= 2, tile
+        assert _ring(65536, half, 16 * 1024) >= 2, tile

@@ -191,7 +191,7 @@ def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
         torch.set_default_dtype(before)
     joined = [projected for projected in projections if len(projected) == 3]
     rows = [codes.shape[0] for codes, *_ in joined]
-    assert rows == ([1, 4, 8, 9, 16] if most else [1, rope_attention.FEW_TOKENS])
+    assert rows == [*([1, 4, 8, 9] if most else [1]), 16, 32, 64, rope_attention.FEW_TOKENS]
     assert {(codes.dtype, scale.dtype) for codes, scale, _ in joined} == {(FP8, torch.float32)}
     assert {levels.shape[0] for *_, levels in joined} == {2 * most}
     assert [qkv.shape[0] for (qkv,) in (p for p in projections if len(p) == 1)] == [1, 128, 300]

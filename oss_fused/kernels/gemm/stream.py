@@ -5,6 +5,11 @@ Computes [N, K] @ [K, M] as gemm_swap does. Gluon states which copies are issued
 first STAGES weight tiles of a CTA are requested before it waits for the kernel before, where the
 caller allows it, so that a chain of kernels keeps memory busy across their ends. Triton's own
 pipeliner cannot do that.
+
+A tile of the tensor cores has 64 weight rows, so a narrow output leaves multiprocessors idle. With
+SLICES of K a CTA takes 64 / SLICES rows: its tile stacks their slices of K, and that of the tokens
+lays the same slices side by side. Blocks of the product that pair a slice of weights with another
+one of tokens are dropped, the others added (CUTLASS calls this sliced K).
 """
 
 from __future__ import annotations
@@ -12,55 +17,41 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.errors import TritonKernelError
+from oss_fused.kernels.gemm.ring import WIDTH, load_ring, make_ring, ring_layout, sum_ring
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.pipeline import barriers_of, copy_box, descriptor, free_previous, next_slot
+from oss_fused.kernels.pipeline import descriptor
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 4 * 1024
-# and for the exchange of a float32 result's layout
+# where threads exchange float32 sums
 _EXCHANGE = 16 * 1024
 
 
+@gluon.constexpr_function
+def _sums_layout(rows, tokens, slices, warps):
+    """Layout of the sums [rows, tokens] of a CTA; both levels of a row are in one thread."""
+    if slices == 1:
+        return ring_layout(tokens, warps)
+    return gl.BlockedLayout([1, 2], [rows, 32 // rows], [1, warps], [0, 1])
+
+
 @gluon.jit
-def _load(a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH: gl.constexpr):
-    tokens, weights, full, empty = buffers
-    STAGES: gl.constexpr = weights.type.shape[0]
-    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    BYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
-    wait_unless(PREFETCH)
-    for slot in gl.static_range(STAGES):
-        start = slot * BLOCK_K
-        ready = full.index(slot)
-        mbarrier.expect(ready, BYTES, pred=start < k)
-        copy_box(b_desc, [first_n, start], ready, weights.index(slot), pred=start < k)
-    # a box outside of the tensor reads no input, and has the descriptor in its cache from here on
-    mbarrier.expect(warm, a_desc.block_type.nbytes)
-    copy_box(a_desc, [first_m, (k + 127) // 128 * 128], warm, tokens.index(0))
-    mbarrier.wait(warm, 0)
-    wait_for_inputs()
-    for slot in gl.static_range(STAGES):
-        start = slot * BLOCK_K
-        ready = full.index(slot)
-        copy_box(a_desc, [first_m, start], ready, tokens.index(slot), pred=start < k)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for start in range(STAGES * BLOCK_K, k, BLOCK_K):
-        mbarrier.wait(empty.index(slot), phase)
-        ready = full.index(slot)
-        mbarrier.expect(ready, BYTES)
-        copy_box(b_desc, [first_n, start], ready, weights.index(slot))
-        copy_box(a_desc, [first_m, start], ready, tokens.index(slot))
-        slot, phase = next_slot(slot, phase, STAGES)
+def _add_slices(acc, SLICES: gl.constexpr):
+    """Sums [64 / SLICES, tokens] of a tile that stacks slices of K [64, SLICES * tokens]."""
+    ROWS: gl.constexpr = acc.shape[0] // SLICES
+    TOKENS: gl.constexpr = acc.shape[1] // SLICES
+    layout: gl.constexpr = acc.type.layout
+    of_weights = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)) // ROWS
+    of_tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)) // TOKENS
+    acc = gl.where(of_weights[:, None] == of_tokens[None, :], acc, 0.0)
+    acc = gl.sum(acc.reshape([SLICES, ROWS, SLICES, TOKENS]), 2)
+    return gl.convert_layout(gl.sum(acc, 0), _sums_layout(ROWS, TOKENS, SLICES, gl.num_warps()))
 
 
 @gluon.jit
@@ -82,29 +73,24 @@ def _store(acc, out, first_m, first_n, m, n):
 
 @gluon.jit
 def _multiply(
-    buffers,
+    ring,
     scales,
-    first_m,
-    first_n,
-    m,
-    n,
-    k,
+    first,
+    sizes,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
+    SLICES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    tokens, weights, full, empty = buffers
     a_scale, b_scale, bias, out = scales
-    STAGES: gl.constexpr = weights.type.shape[0]
-    BLOCK_M: gl.constexpr = tokens.type.shape[1]
-    BLOCK_N: gl.constexpr = weights.type.shape[1]
-    BLOCK_K: gl.constexpr = weights.type.shape[2]
-    product: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 32]
-    )
-    offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, product))
-    offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, product))
+    first_m, first_n = first
+    m, n, k = sizes
+    BLOCK_M: gl.constexpr = ring[0].type.shape[1] // SLICES
+    BLOCK_N: gl.constexpr = ring[1].type.shape[1] // SLICES
+    layout: gl.constexpr = _sums_layout(BLOCK_N, BLOCK_M, SLICES, gl.num_warps())
+    offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     wait_unless(PREFETCH)
     # everything that the epilogue needs arrives while the weights do
     channel = scale_column(b_scale, offs_n, offs_n < n, B_ROWS)
@@ -113,17 +99,9 @@ def _multiply(
     wait_for_inputs()
     start_next()
     token = scale_row(a_scale, offs_m // LEVELS, offs_m < m, A_ROWS)
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=product)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for start in range(0, k, BLOCK_K):
-        mbarrier.wait(full.index(slot), phase)
-        x = tokens.index(slot).permute((1, 0))
-        acc = warpgroup_mma(weights.index(slot), x, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        free_previous(empty, slot, STAGES, start > 0)
-        slot, phase = next_slot(slot, phase, STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = sum_ring(ring, k)
+    if SLICES > 1:
+        acc = _add_slices(acc, SLICES)
 
     if LEVELS == 2:
         # both levels of a row are neighbouring columns, in one thread
@@ -136,8 +114,8 @@ def _multiply(
     if bias is not None:
         acc += shift
     if LEVELS == 2:
-        first, second = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
-        acc = first + second
+        left, right = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
+        acc = left + right
     _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n)
 
 
@@ -156,28 +134,26 @@ def _gemm_stream_kernel(
     B_ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
     STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
+    SLICES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    first_n = gl.program_id(0) * BLOCK_N
-    first_m = gl.program_id(1) * BLOCK_M
-    tokens = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
-    weights = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    full = barriers_of(STAGES, 1)
-    empty = barriers_of(STAGES, 1)
+    """``k``: columns of a slice."""
+    first_m = gl.program_id(1) * a_desc.block_type.shape[0]
+    first_n = gl.program_id(0) * b_desc.block_type.shape[0]
+    first = (first_m, first_n)
+    ring = make_ring(a_desc, b_desc, STAGES, SLABS, SLICES, SLICES)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
-    buffers = (tokens, weights, full, empty)
     scales = (a_scale, b_scale, bias, out)
+    step = (0, k)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (buffers, scales, first_m, first_n, m, n, k, A_ROWS, B_ROWS, LEVELS, PREFETCH),
+                (ring, scales, first, (m, n, k), A_ROWS, B_ROWS, LEVELS, SLICES, PREFETCH),
             ),
-            (_load, (a_desc, b_desc, buffers, warm, first_m, first_n, k, PREFETCH)),
+            (load_ring, (a_desc, b_desc, ring, warm, first, (step, step), k, PREFETCH)),
         ],
         [1],
         [24],
@@ -185,9 +161,11 @@ def _gemm_stream_kernel(
 
 
 def stream_stages(
-    k: int, block_m: int, block_n: int, block_k: int, ctas: int, wide: bool = False
+    k: int, block_m: int, block_n: int, block_k: int, ctas: int, exchange: int = 0
 ) -> int:
-    """Stages of the ring where ``ctas`` share a multiprocessor; ``wide``: of a float32 result.
+    """Stages of the ring where ``ctas`` share a multiprocessor.
+
+    ``exchange``: bytes that each needs beside it, where its threads exchange sums.
 
     The product of a stage ends only after the next one has begun, so K of several steps needs two
     stages: with one, the loading warp and the others would wait for each other for ever.
@@ -195,8 +173,7 @@ def stream_stages(
     Raises:
         TritonKernelError: shared memory does not hold them.
     """
-    other = _RESERVED + (_EXCHANGE if wide else 0)
-    fitting = (_SHARED_MEMORY // ctas - other) // ((block_m + block_n) * block_k)
+    fitting = (_SHARED_MEMORY // ctas - _RESERVED - exchange) // ((block_m + block_n) * block_k)
     stages = min(fitting, cdiv(k, block_k))
     if stages < min(2, cdiv(k, block_k)):
         raise TritonKernelError(
@@ -219,31 +196,39 @@ def gemm_stream(
     ctas: int = 2,
     prefetch_weights: bool = False,
     levels: int = 1,
+    slices: int = 1,
 ) -> None:
     """Launch with room for ``ctas`` in a multiprocessor; K, row strides multiples of 16.
 
-    With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``.
+    With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``. A CTA has
+    ``slices`` (1, 2 or 4) slices of K of 64 / slices weight rows, or one slice of ``block_n``.
     """
     m, k = a.shape
     n = b.shape[0]
     wide = out.element_size() > 2
+    exchange = _EXCHANGE if wide or slices > 1 else 0
     if wide:
         # stages of half the bytes: two fit beside the exchange also where two programs share
-        block_k = min(block_k, 128)
-    _gemm_stream_kernel[(cdiv(n, block_n), cdiv(m, block_m))](
-        descriptor(a, block_m, block_k),
-        descriptor(b, block_n, block_k),
+        block_k = min(block_k, WIDTH)
+    rows = block_n // slices
+    # whole steps: a box behind the last column brings zeros
+    length = cdiv(cdiv(k, slices), block_k) * block_k if slices > 1 else k
+    _gemm_stream_kernel[(cdiv(n, rows), cdiv(m, block_m))](
+        descriptor(a, block_m, WIDTH),
+        descriptor(b, rows, WIDTH),
         a_scale,
         b_scale,
         bias,
         out,
         m,
         n,
-        k,
+        length,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         LEVELS=levels,
-        STAGES=stream_stages(k, block_m, block_n, block_k, ctas, wide),
+        STAGES=stream_stages(length, block_m * slices, block_n, block_k, ctas, exchange),
+        SLABS=block_k // WIDTH,
+        SLICES=slices,
         PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,

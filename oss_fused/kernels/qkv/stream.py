@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""qkv_rope_kv of at most 16 tokens in one Gluon kernel.
+"""qkv_rope_kv of at most 128 tokens in one Gluon kernel.
 
 A CTA takes 32 rotation pairs of one head. These are 64 rows of the weight, in two boxes of 32
 rows, so that both halves of a pair meet in its accumulator.
@@ -13,58 +13,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, store_values
-from oss_fused.kernels.checks import FP8
-from oss_fused.kernels.launch import (
-    pdl_options,
-    runs_gluon,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.checks import FP8, has_aligned_rows
+from oss_fused.kernels.gemm.ring import WIDTH, load_ring, make_ring, sum_ring
+from oss_fused.kernels.gemm.stream import stream_stages
+from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.pipeline import descriptor
-from oss_fused.kernels.qkv.product import (
-    BLOCK_K,
-    BOX_ROWS,
-    GROUP_K,
-    SLABS,
-    block_m,
-    fits,
-    groups,
-    product,
-    request_tokens,
-    request_weights,
-    stages,
-    steps,
-)
+from oss_fused.kernels.tiles import row_bucket
+
+# rows of codes that a CTA holds at most: with more, the two launches read less through L2
+MAX_ROWS = 128
+# rows of the weight in one box; two are a tile of wgmma
+BOX_ROWS = 32
+# columns of which the ring holds nearly all
+_SHORT = 3072
 
 
 @gluon.constexpr_function
 def paired_layout(pairs, tokens, warps):
     """Layout of [pairs, tokens, 2]: one thread has both halves of a pair."""
-    threads = tokens // 4
+    threads = tokens // warps
     of_thread = [pairs * threads // 32, 1, 2]
     return gl.BlockedLayout(of_thread, [32 // threads, threads, 1], [1, warps, 1], [2, 0, 1])
-
-
-@gluon.jit
-def _make_buffers(
-    b_desc,
-    BLOCK_M: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLABS: gl.constexpr,
-):
-    """Tokens, tiles of weights, and a barrier for each stage and one for the tokens."""
-    ROWS: gl.constexpr = 2 * b_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    tokens = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, BLOCK_M, 4 * BLOCK_K], b_desc.layout)
-    weights = gl.allocate_shared_memory(
-        gl.float8e4nv, [STAGES * SLABS, ROWS, BLOCK_K], b_desc.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(full.index(slot), count=1)
-    return tokens, weights, full
 
 
 @gluon.jit
@@ -112,57 +82,28 @@ def _store_cached(caches, slot, head, kv_heads, pair, mask, halves, scales, HALF
         _store(rows, pair, mask, left, right, scales.v, HALF)
 
 
-@gluon.jit(do_not_specialize=["m", "slots", "heads"])
-def _qkv_kernel(
-    a_desc,
-    b_desc,
-    a_scale,
-    b_scale,
-    bias,
-    positions,
-    cos_sin,
-    q_out,
-    caches,
-    slot_mapping,
-    scales,
-    m,
-    slots,
-    heads,
-    kv_heads,
-    stride_table,
-    HEAD_DIM: gl.constexpr,
-    LEVELS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLABS: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    PREFETCH: gl.constexpr,
-):
-    PAIRS: gl.constexpr = b_desc.block_type.shape[0]
+@gluon.jit
+def _multiply(ring, operands, place, sizes, HEAD_DIM: gl.constexpr, LEVELS: gl.constexpr):
+    """The product of one head's pairs, rotated, into q or the cache."""
+    inputs, q_out, caches, slots, scales = operands
+    a_scale, b_scale, bias, positions, cos_sin, stride_table = inputs
+    head, first = place
+    m, k, slot_count, heads, kv_heads = sizes
+    PAIRS: gl.constexpr = ring[1].type.shape[1] // 2
+    TOKENS: gl.constexpr = ring[0].type.shape[1] // LEVELS
     HALF: gl.constexpr = HEAD_DIM // 2
     dtype: gl.constexpr = q_out.dtype.element_ty if scales.q is None else cos_sin.dtype.element_ty
-    head = gl.program_id(0) // (HALF // PAIRS)
-    first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
-    first_n = head * HEAD_DIM + first
-    tokens, weights, full = _make_buffers(b_desc, BLOCK_M, GROUPS, STAGES, SLABS)
-    wait_unless(PREFETCH)
-    for step in gl.static_range(STAGES):
-        request_weights(b_desc, first_n, first_n + HALF, step, step, full, weights, SLABS)
-    wait_for_inputs()
-    start_next()
-    request_tokens(a_desc, full, tokens, STAGES)
-    TOKENS: gl.constexpr = BLOCK_M // LEVELS
     paired: gl.constexpr = paired_layout(PAIRS, TOKENS, gl.num_warps())
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
     pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
     at = head * HEAD_DIM + pair
+    wait_for_inputs()
+    start_next()
     left_scale, right_scale = gl.load(b_scale + at), gl.load(b_scale + at + HALF)
-    slot = gl.load(slot_mapping + token, mask=token < slots, other=-1).to(gl.int64)
+    slot = gl.load(slots + token, mask=token < slot_count, other=-1).to(gl.int64)
     cos, sin = _load_angles(positions, cos_sin, stride_table, token, pair, m, HALF)
     row_scale = gl.load(a_scale + token, mask=token < m, other=0.0)
-    mbarrier.wait(full.index(STAGES), 0)
-    acc = product(b_desc, first_n, first_n + HALF, full, tokens, weights, STEPS, STAGES, SLABS)
+    acc = sum_ring(ring, k)
     if LEVELS == 2:
         # both levels of a token are neighbouring columns, in one thread
         first_level, second_level = gl.split(acc.reshape([2 * PAIRS, TOKENS, 2]))
@@ -179,6 +120,65 @@ def _qkv_kernel(
     else:
         mask = (token < m) & (slot >= 0)
         _store_cached(caches, slot, head - heads, kv_heads, pair, mask, (left, right), scales, HALF)
+
+
+@gluon.jit(do_not_specialize=["m", "slot_count", "heads"])
+def _qkv_kernel(
+    a_desc,
+    b_desc,
+    a_scale,
+    b_scale,
+    bias,
+    positions,
+    cos_sin,
+    q_out,
+    caches,
+    slots,
+    scales,
+    m,
+    k,
+    slot_count,
+    heads,
+    kv_heads,
+    stride_table,
+    HEAD_DIM: gl.constexpr,
+    LEVELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
+    PAIRS: gl.constexpr = b_desc.block_type.shape[0]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    head = gl.program_id(0) // (HALF // PAIRS)
+    first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
+    first_n = head * HEAD_DIM + first
+    # both halves of the pairs
+    ring = make_ring(a_desc, b_desc, STAGES, SLABS, 1, 2)
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm, count=1)
+    inputs = (a_scale, b_scale, bias, positions, cos_sin, stride_table)
+    operands = (inputs, q_out, caches, slots, scales)
+    sizes = (m, k, slot_count, heads, kv_heads)
+    steps = ((0, 0), (HALF, 0))
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, operands, (head, first), sizes, HEAD_DIM, LEVELS)),
+            (load_ring, (a_desc, b_desc, ring, warm, (0, first_n), steps, k, PREFETCH)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def _tile(rows: int, k: int, levels: int) -> tuple[int, int, int]:
+    """Rows of codes in a tile, tiles of 128 columns in a stage, stages."""
+    block_m = 8 if rows <= 8 else row_bucket(rows)
+    # every wait costs the whole CTA two barriers; of a longer K less would be on its way
+    slabs = 4 if block_m <= 16 and k <= _SHORT else 2 if block_m <= 64 else 1
+    # the sums of both halves of a pair meet through shared memory, with some padding
+    exchange = 5 * 2 * BOX_ROWS * (block_m // levels)
+    stages = stream_stages(k, block_m, 2 * BOX_ROWS, WIDTH * slabs, 1, exchange)
+    return block_m, slabs, stages
 
 
 def joins(device: torch.device, head_dim: int, rotary_dim: int, is_neox: bool) -> bool:
@@ -200,8 +200,12 @@ def fits_projection(
 ) -> bool:
     """Whether this kernel takes the projection of ``x``, so many rows of which are a token's."""
     return (
-        fits(x, weight, weight_scale)
+        x.numel() > 0
+        and x.shape[0] <= MAX_ROWS
         and x.shape[0] == levels * x_scale.numel()
+        and weight_scale.numel() == weight.shape[0]
+        and has_aligned_rows(x)
+        and has_aligned_rows(weight)
         and joins(x.device, key_cache.shape[3], cos_sin_cache.shape[1], is_neox)
     )
 
@@ -231,9 +235,10 @@ def launch(
     kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = out_dtype if q_scale is None else FP8
     q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
-    _qkv_kernel[(weight.shape[0] // (2 * BOX_ROWS),)](
-        descriptor(x, block_m(rows), GROUP_K),
-        descriptor(weight, BOX_ROWS, BLOCK_K),
+    block_m, slabs, stages = _tile(rows, k, levels)
+    _qkv_kernel[(cdiv(weight.shape[0], 2 * BOX_ROWS),)](
+        descriptor(x, block_m, WIDTH),
+        descriptor(weight, BOX_ROWS, WIDTH),
         x_scale,
         weight_scale,
         bias,
@@ -244,19 +249,20 @@ def launch(
         slot_mapping,
         Heads(q_scale, k_scale, v_scale),
         m,
+        k,
         slot_mapping.shape[0],
         num_heads,
         kv_heads,
         cos_sin_cache.stride(0),
         HEAD_DIM=head_dim,
         LEVELS=levels,
-        STAGES=stages(rows, k),
-        SLABS=SLABS,
-        STEPS=steps(k),
-        GROUPS=groups(k),
-        BLOCK_M=block_m(rows),
+        STAGES=stages,
+        SLABS=slabs,
         PREFETCH=prefetch_weights,
-        num_warps=4,
+        # of 128 tokens, two warpgroups take half each
+        num_warps=8 if block_m == MAX_ROWS else 4,
+        # room for the sums of 64 tokens, and for their angles
+        maxnreg=168,
         **pdl_options(x.device),
     )
     return q

@@ -23,10 +23,14 @@ GLUON_KERNELS = ("stream", "cooperative", "pingpong", "pipeline")
 # cuBLASLt's product (gemm/cublaslt.py), and the smallest bucket for which the rule takes it
 CUBLASLT, CUBLASLT_ROWS = "cublaslt", 8192
 
-# outputs up to which few rows take longer steps of K
+# outputs up to which both levels of few rows take K in two slices
 _SHORT = 3072
+# columns from which a product of few rows takes K in two slices
+_LONG = 8192
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
+# outputs of which each has two slices of K at once, 32 rows in a tile
+_SLICED_OUTPUTS = 32 * _WAVE
 # tiles of weight-only products by rows, best on average over an H200's shapes: block_n, block_m,
 # block_k, stages, warps; CTAs per multiprocessor that K is split for
 _WEIGHT_ONLY = {
@@ -121,6 +125,8 @@ def gemm_rule(
     # columns of a last tile that N does not fill cost it more than the kernels in Gluon
     if cublaslt and bucket >= CUBLASLT_ROWS and n % 128 == 0:
         return {"kernel": CUBLASLT}
+    if gluon and bucket <= 16 and k >= _LONG and n <= _SLICED_OUTPUTS:
+        return {"kernel": "stream", **_sliced_tile(max(bucket, 8))}
     if gluon and 2 <= bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
     if gluon and bucket >= 512:
@@ -156,8 +162,14 @@ def _two_level_tile(rows: int, n: int) -> dict[str, int]:
     block_m = 8 if rows <= 8 else 16
     if n > 64 * _WAVE:
         return {"block_m": block_m, "block_n": 128, "block_k": 128, "ctas": 1}
-    long_steps = block_m == 8 and n <= _SHORT
-    return {"block_m": block_m, "block_n": 64, "block_k": 512 if long_steps else 256, "ctas": 1}
+    if block_m == 8 and n <= _SHORT:
+        return _sliced_tile(block_m)
+    return {"block_m": block_m, "block_n": 64, "block_k": 256, "ctas": 1}
+
+
+def _sliced_tile(block_m: int) -> dict[str, int]:
+    """Two slices of K in a CTA, for outputs that leave half of the multiprocessors without one."""
+    return {"block_m": block_m, "block_k": 512 if block_m == 8 else 256, "ctas": 1, "slices": 2}
 
 
 def _stream_tile(bucket: int, n: int) -> dict[str, int]:

@@ -44,8 +44,10 @@ from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
 from oss_fused.layers.vllm.linear import bf16_rows_of
 
 _OP = "oss_fused::rope_attention"
-# tokens up to which qkv_rope_kv measured faster than projection and rope_kv
-FEW_TOKENS = 16
+# tokens up to which qkv_rope_kv measured faster than projection and rope_kv; at 256 it is slower
+FEW_TOKENS = 128
+# for which its kernels are compiled
+_BUCKETS = (16, 32, 64, 128)
 # tokens for which rope_kv compiles its kernels
 ROPE_COUNTS = (1, 128, 512)
 
@@ -216,8 +218,8 @@ class RopeAndCache:
             return
         most = bf16_rows_of(linear)
         levels = torch.zeros(2 * most, linear.weight.shape[1], dtype=FP8, device=device)
-        # few and many rows of two levels, and of one
-        counts = (1, *((most // 2, most, most + 1) if most else ()), FEW_TOKENS)
+        # few and many rows of two levels, and each bucket of one
+        counts = (1, *((most // 2, most, most + 1) if most else ()), *_BUCKETS)
         for rows in sorted({min(max_rows, count) for count in counts}):
             codes = torch.zeros(rows, linear.weight.shape[1], dtype=FP8, device=device)
             index = torch.zeros(rows, dtype=torch.int64, device=device)

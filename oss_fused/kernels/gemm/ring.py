@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""The ring of a product of few rows: one warp brings boxes of weights and tokens, four multiply.
+
+A stage holds SLABS tiles of 128 columns, which arrive together: every wait costs the CTA two
+barriers. A tile of weights is one box or several, from places that are equally far apart; so is
+one of tokens.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from oss_fused.kernels.launch import wait_for_inputs, wait_unless
+from oss_fused.kernels.pipeline import barriers_of, copy_box, free_previous, next_slot
+
+# columns of a box
+WIDTH = 128
+
+
+@gluon.jit
+def make_ring(
+    a_desc,
+    b_desc,
+    STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
+    SLICES: gl.constexpr,
+    BOXES: gl.constexpr,
+):
+    """(tokens, weights, full, empty): SLABS tiles a stage, of SLICES and of BOXES boxes."""
+    COLUMNS: gl.constexpr = b_desc.block_type.shape[1]
+    ROWS: gl.constexpr = BOXES * b_desc.block_type.shape[0]
+    TOKENS: gl.constexpr = SLICES * a_desc.block_type.shape[0]
+    tokens = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES * SLABS, TOKENS, COLUMNS], a_desc.layout
+    )
+    weights = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES * SLABS, ROWS, COLUMNS], b_desc.layout
+    )
+    return tokens, weights, barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+
+
+@gluon.jit
+def _request(desc, tiles, ready, slot, at, step, pred, SLABS: gl.constexpr):
+    """Ask for a slot's tiles: box i of each begins at ``at``, i times ``step`` further on."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = desc.block_type.shape[1]
+    BOXES: gl.constexpr = tiles.type.shape[1] // ROWS
+    for slab in gl.static_range(SLABS):
+        tile = tiles.index(slot * SLABS + slab)
+        for box in gl.static_range(BOXES):
+            place = [at[0] + box * step[0], at[1] + box * step[1] + slab * COLUMNS]
+            copy_box(desc, place, ready, tile.slice(box * ROWS, ROWS, dim=0), pred=pred)
+
+
+@gluon.jit
+def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexpr):
+    """The loading warp: ``k`` columns of tokens and weights from the rows ``first`` of each.
+
+    ``steps``: rows and columns from one box of a tile of tokens to the next, and of weights.
+    """
+    tokens, weights, full, empty = ring
+    STAGES: gl.constexpr = full.type.shape[0]
+    SLABS: gl.constexpr = weights.type.shape[0] // STAGES
+    STEP: gl.constexpr = SLABS * b_desc.block_type.shape[1]
+    TILE_ROWS: gl.constexpr = tokens.type.shape[1] + weights.type.shape[1]
+    wait_unless(PREFETCH)
+    for slot in gl.static_range(STAGES):
+        start = slot * STEP
+        ready = full.index(slot)
+        mbarrier.expect(ready, TILE_ROWS * STEP, pred=start < k)
+        _request(b_desc, weights, ready, slot, (first[1], start), steps[1], start < k, SLABS)
+    # a box outside of the tensor reads no input, and has the descriptor in its cache from here on
+    mbarrier.expect(warm, a_desc.block_type.nbytes)
+    box = tokens.index(0).slice(0, a_desc.block_type.shape[0], dim=0)
+    copy_box(a_desc, [1 << 30, 0], warm, box)
+    mbarrier.wait(warm, 0)
+    wait_for_inputs()
+    for slot in gl.static_range(STAGES):
+        start = slot * STEP
+        ready = full.index(slot)
+        _request(a_desc, tokens, ready, slot, (first[0], start), steps[0], start < k, SLABS)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for start in range(STAGES * STEP, k, STEP):
+        mbarrier.wait(empty.index(slot), phase)
+        ready = full.index(slot)
+        mbarrier.expect(ready, TILE_ROWS * STEP)
+        _request(b_desc, weights, ready, slot, (first[1], start), steps[1], True, SLABS)
+        _request(a_desc, tokens, ready, slot, (first[0], start), steps[0], True, SLABS)
+        slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.constexpr_function
+def ring_layout(rows, warps):
+    """Layout of the sums of a tile of ``rows`` rows of tokens, of which a warpgroup has a share."""
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, rows // groups, 32])
+
+
+@gluon.jit
+def sum_ring(ring, k):
+    """Sums [rows of weights, rows of tokens] float32 of ``k`` columns that the ring brings."""
+    tokens, weights, full, empty = ring
+    STAGES: gl.constexpr = full.type.shape[0]
+    SLABS: gl.constexpr = weights.type.shape[0] // STAGES
+    ROWS: gl.constexpr = weights.type.shape[1]
+    TOKENS: gl.constexpr = tokens.type.shape[1]
+    layout: gl.constexpr = ring_layout(TOKENS, gl.num_warps())
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=layout)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for start in range(0, k, SLABS * tokens.type.shape[2]):
+        mbarrier.wait(full.index(slot), phase)
+        for slab in gl.static_range(SLABS):
+            x = tokens.index(slot * SLABS + slab).permute((1, 0))
+            acc = warpgroup_mma(weights.index(slot * SLABS + slab), x, acc, is_async=True)
+        acc = warpgroup_mma_wait(SLABS, deps=[acc])
+        free_previous(empty, slot, STAGES, start > 0)
+        slot, phase = next_slot(slot, phase, STAGES)
+    return warpgroup_mma_wait(0, deps=[acc])
