@@ -28,6 +28,8 @@ _MAX_INTERMEDIATE = 65536
 # up to so many rows, CTAs of so many columns: one CTA takes 3 us to activate 14336 (H200)
 _SPLIT_ROWS = 32
 _PART = 1024
+# columns of a CTA that quantises, of two warps
+_CODED_PART = 512
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def quantize_parts(
 ) -> None:
     """Codes of y [M, I] into ``q``, for the largest magnitudes [M, parts] as float32 bits."""
     n_cols, parts = y.shape[1], part_amax.shape[1]
-    _quantize_parts_kernel[(y.shape[0], cdiv(n_cols, _PART))](
+    _quantize_parts_kernel[(y.shape[0], cdiv(n_cols, _CODED_PART))](
         y,
         part_amax,
         q,
@@ -159,7 +161,7 @@ def quantize_parts(
         n_cols,
         parts,
         PARTS=next_power_of_2(parts),
-        BLOCK=_PART,
-        num_warps=4,
+        BLOCK=_CODED_PART,
+        num_warps=2,
         **pdl_options(y.device),
     )

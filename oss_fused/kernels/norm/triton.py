@@ -31,6 +31,8 @@ _MAX_HIDDEN = 32768
 # kernels/tiles, for each of which a server compiles its kernels.
 _STREAMED_ROWS = range(1025, 2049)
 _STREAMED_COLUMNS = range(4096)
+# rows that leave most multiprocessors idle: more warps take each
+_FEW_ROWS = 16
 
 
 @triton.jit
@@ -139,6 +141,7 @@ def add_rms_norm_quant(
             out_scale.copy_(scale)
         return q, out_scale, residual_out, normed, levels
     block = next_power_of_2(n_cols)
+    of_warp = 512 if rows.shape[0] <= _FEW_ROWS else 1024
     _add_rms_norm_quant_kernel[(rows.shape[0],)](
         rows,
         residual_rows,
@@ -157,7 +160,7 @@ def add_rms_norm_quant(
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,
         STREAM=rows.shape[0] in _STREAMED_ROWS and n_cols in _STREAMED_COLUMNS,
-        num_warps=min(max(block // 1024, 1), 16),
+        num_warps=min(max(block // of_warp, 1), 16),
         **pdl_options(x.device),
     )
     return q, out_scale, residual_out, normed, levels
