@@ -214,7 +214,8 @@ class TableTuner:
             family.space,
             warmup_runs=2,
             benchmark_runs=MIN_SAMPLES,
-            operation=f"tile_{family.kernel}",
+            # a kernel's families differ in their parameters, and share no results
+            operation="_".join(("tile", family.kernel, *family.space.parameters)),
             cache=self.cache,
             description=self.description,
             exhaustive=self.exhaustive,

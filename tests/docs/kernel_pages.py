@@ -35,7 +35,9 @@ def gemm() -> Passages:
     arms = ("one_level", "oss_fp8")
     busy = {a: [profile(b, a)["busy_us"] for b in (1, 2, 4, 8)] for a in arms}
     same = {a: [profile(b, a)["busy_us"] for b in (32, 128, 256)] for a in arms}
-    dense = {a: [profile(b, a, "h200/decode_llama_8b")["busy_us"] for b in (1, 8)] for a in arms}
+    dense = {
+        a: [profile(b, a, "h200/decode_llama_8b_levels")["busy_us"] for b in (1, 8)] for a in arms
+    }
     noise, costs, of_llama = (
         [100 * (two / one - 1) for one, two in zip(both["one_level"], both["oss_fp8"])]
         for both in (same, busy, dense)

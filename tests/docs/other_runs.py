@@ -22,6 +22,24 @@ def slower_host() -> Passages:
     ]
 
 
+def slow_rounds() -> Passages:
+    """decode.md's rounds of Llama that the host slowed."""
+    cells = {
+        cell["batch"]: cell["arms"]
+        for cell in load("h200/decode_llama_8b/results.json")["cells"]
+        if cell["context"] == 128
+    }
+    arms = ("fp8_per_tensor", "oss_fp8")
+    fastest = [[cells[batch][arm]["min"] for arm in arms] for batch in (1, 8, 32, 128)]
+    slow = [(32, "oss_fp8"), (8, "fp8_per_tensor"), (128, "fp8_per_tensor")]
+    rounds = [cells[batch][arm][end] for batch, arm in slow for end in ("min", "max")]
+    form = "at 32 sequences ({:.2f} and {:.2f} ms), the baseline at 8 ({:.2f} and {:.2f} ms) and"
+    return [
+        (f"{form} at 128 ({{:.2f}} and {{:.2f}} ms)", rounds),
+        ("speed-ups are {:.2f}, {:.2f}, {:.2f} and {:.2f}", [one / own for one, own in fastest]),
+    ]
+
+
 def two_gpus() -> Passages:
     """README's gpt-oss-120b."""
     values = [

@@ -85,7 +85,7 @@ def test_gemm(hopper, name, config, m, n, k, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name,config", [CONFIGS[i] for i in (1, 3, 4, -2, -1)])
 def test_nan_stays_in_its_row(hopper, name, config):
-    a, b, a_scale, b_scale = operands(40, 128, 256)
+    a, b, a_scale, b_scale = operands(40, 128, 2048)
     a.view(torch.uint8)[3, 7] = 0x7F
     out = torch.empty(40, 128, device=CUDA, dtype=torch.bfloat16)
     kernels(CUDA)[name](a, b, a_scale, b_scale, None, out, **config)
@@ -93,14 +93,15 @@ def test_nan_stays_in_its_row(hopper, name, config):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slices", [2, 4])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 2880, 4096), (5, 100, 272), (8, 4096, 14336)])
-def test_slices_of_two_levels(hopper, slices, m, n, k):
+def test_slices_of_two_levels(hopper, slices, m, n, k, dtype):
     """K that the slices do not divide, and a last slice of which little is left."""
     levels, b, _, b_scale = operands(2 * m, n, k)
     a_scale, bias = torch.rand(m, 1, device=CUDA) + 0.5, torch.randn(n, device=CUDA)
-    config = {"block_m": 16, "block_k": 256, "ctas": 1, "slices": slices, "levels": 2}
-    out = torch.full((m, n), float("nan"), device=CUDA, dtype=torch.float32)
+    config = {"block_m": 16, "block_k": 512, "ctas": 1, "slices": slices, "levels": 2}
+    out = torch.full((m, n), float("nan"), device=CUDA, dtype=dtype)
     kernels(CUDA)["stream"](levels, b, a_scale, b_scale, bias, out, **config)
     values = levels.double()[::2] + levels.double()[1::2] / 16
     want = values @ b.double().t() * a_scale.double() * b_scale.double().view(1, -1) + bias

@@ -62,7 +62,7 @@ def test_a_long_row_of_few_outputs_is_sliced():
     assert [tiles.gemm_rule(rows, 4096, 14336, True) for rows in (1, 2, 4)] == [sliced] * 3
     assert tiles.gemm_rule(16, 4224, 8192, True) == sliced | {"block_m": 16, "block_k": 256}
     # more rows read more tokens; more outputs, or a short K, gain nothing
-    for rows, n, k in ((32, 4096, 14336), (4, 4225, 14336), (4, 4096, 8176)):
+    for rows, n, k in ((32, 4096, 14336), (4, 4225, 14336), (4, 2112, 14336), (4, 4096, 8176)):
         assert "slices" not in tiles.gemm_rule(rows, n, k, True)
     assert tiles.gemm_rule(1, 4096, 14336)["kernel"] == "gemv"
 
@@ -153,6 +153,29 @@ def test_no_stream_that_waits_for_itself_is_launched():
     out = torch.empty(8, 256, dtype=torch.bfloat16)
     with pytest.raises(TritonKernelError, match="shared memory holds two stages, it holds 1"):
         gemm_stream(a, b, scale, scale, None, out, block_m=8, block_n=128, block_k=512, ctas=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"slices": 3}, "slices=3: expected 1, 2 or 4"),
+        ({"slices": 2, "block_n": 128}, "block_n=128: expected 64 with slices=2"),
+        ({"block_k": 192}, "block_k=192: expected a multiple of 128"),
+        ({"block_k": 0}, "block_k=0"),
+        ({"block_m": 4}, "block_m=4: expected a power of two from 8 to 256"),
+        ({"block_m": 24}, "block_m=24"),
+        ({"block_m": 128, "slices": 4}, "block_m=128: expected a power of two from 8 to 64"),
+    ],
+)
+def test_sizes_that_no_tile_has(wrong, message):
+    """A step that is no whole box would leave the ring waiting for ever."""
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.gemm.stream import gemm_stream
+
+    a, b, scale = torch.empty(8, 384).to(FP8), torch.empty(256, 384).to(FP8), torch.ones(1)
+    out = torch.empty(8, 256, dtype=torch.bfloat16)
+    with pytest.raises(TritonKernelError, match=message):
+        gemm_stream(a, b, scale, scale, None, out, **{"block_m": 8, "ctas": 1} | wrong)
 
 
 def test_one_stage_holds_a_short_row():

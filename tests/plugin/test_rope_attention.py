@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -166,9 +167,13 @@ def test_few_tokens_reach_the_projection_in_both_levels(context):
     assert all(torch.equal(a, b) for a, b in zip(fewer, one_level))
 
 
-@pytest.mark.parametrize("most", [0, 8])
-def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
-    """Weights load under the model's dtype: a scale in it would compile a kernel nobody uses."""
+@pytest.fixture
+def warmed(context, monkeypatch):
+    """(most rows of two levels) -> what ``warm_up`` projects, and the cache's pages."""
+    return functools.partial(_warmed, context, monkeypatch)
+
+
+def _warmed(context, monkeypatch, most):
     attention, _, _ = context(fp8=True)
     linear = SimpleNamespace(weight=torch.zeros(16, 32), _input_quant_key=kFp8DynamicTokenSym)
     attention.qkv_proj = linear
@@ -189,6 +194,27 @@ def test_warm_up_calls_what_serving_calls(most, context, monkeypatch):
         rope.warm_up(torch.bfloat16, 300)
     finally:
         torch.set_default_dtype(before)
+    return projections, pages
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_every_tile_of_the_joined_kernel_is_warmed(most, warmed):
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.qkv.stream import _tile
+
+    def tile(rows):
+        levels = 2 if rows <= most else 1
+        return levels, [_tile(rows * levels, k, levels) for k in (64, 2880, 4096, 8192)]
+
+    joined = [projected[0] for projected in warmed(most)[0] if len(projected) == 3]
+    compiled = [tile(codes.shape[0]) for codes in joined]
+    assert all(tile(rows) in compiled for rows in range(1, rope_attention.FEW_TOKENS + 1))
+
+
+@pytest.mark.parametrize("most", [0, 8])
+def test_warm_up_calls_what_serving_calls(most, warmed):
+    """Weights load under the model's dtype: a scale in it would compile a kernel nobody uses."""
+    projections, pages = warmed(most)
     joined = [projected for projected in projections if len(projected) == 3]
     rows = [codes.shape[0] for codes, *_ in joined]
     assert rows == [*([1, 4, 8, 9] if most else [1]), 16, 32, 64, rope_attention.FEW_TOKENS]

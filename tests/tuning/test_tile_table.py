@@ -51,6 +51,17 @@ def test_the_fastest_family_and_tile_become_the_entry(tmp_path):
     assert (entry["block_n"], entry["block_k"]) == (64, 512)
 
 
+def test_a_second_run_measures_no_tile_again(tmp_path):
+    """Also where two families are of one kernel."""
+    device = Device(lambda kernel, config: 2.0 - config.get("slices", 1) / 4, tmp_path)
+    first = device.tuner.entry(16, 999, 1600, device.launch)
+    assert first["slices"] == 4
+    device.calls.clear()
+    assert device.tuner.entry(16, 999, 1600, device.launch) == first
+    # the entry and the rule's tile, once more
+    assert len(device.calls) <= 2
+
+
 def test_the_kernels_themselves_are_tuned(tmp_path, monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     space = ConfigSpace({"block_n": (64, 128), "block_k": (128,), "num_stages": (3,)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The ring of a product of few rows: one warp brings boxes of weights and tokens, four multiply.
+"""The ring of a product of few rows: one warp brings boxes of weights and tokens, others multiply.
 
 A stage holds SLABS tiles of 128 columns, which arrive together: every wait costs the CTA two
 barriers. A tile of weights is one box or several, from places that are equally far apart; so is
@@ -46,16 +46,34 @@ def make_ring(
 
 
 @gluon.jit
-def _request(desc, tiles, ready, slot, at, step, pred, SLABS: gl.constexpr):
-    """Ask for a slot's tiles: box i of each begins at ``at``, i times ``step`` further on."""
+def _box(desc, tiles, slot, index: gl.constexpr, at, step, SLABS: gl.constexpr):
+    """Place in memory, and in the slot, of box ``index`` of the slot's tiles."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
-    COLUMNS: gl.constexpr = desc.block_type.shape[1]
     BOXES: gl.constexpr = tiles.type.shape[1] // ROWS
-    for slab in gl.static_range(SLABS):
-        tile = tiles.index(slot * SLABS + slab)
-        for box in gl.static_range(BOXES):
-            place = [at[0] + box * step[0], at[1] + box * step[1] + slab * COLUMNS]
-            copy_box(desc, place, ready, tile.slice(box * ROWS, ROWS, dim=0), pred=pred)
+    slab: gl.constexpr = index // BOXES
+    box: gl.constexpr = index % BOXES
+    column = at[1] + box * step[1] + slab * desc.block_type.shape[1]
+    tile = tiles.index(slot * SLABS + slab)
+    return [at[0] + box * step[0], column], tile.slice(box * ROWS, ROWS, dim=0)
+
+
+# two functions, so that the test of early loads tells weights from tokens
+@gluon.jit
+def _request_weights(b_desc, ring, slot, at, step, pred, SLABS: gl.constexpr):
+    """Ask for a slot's weights: box i of a tile begins i times ``step`` behind ``at``."""
+    BOXES: gl.constexpr = ring[1].type.shape[1] // b_desc.block_type.shape[0]
+    for index in gl.static_range(SLABS * BOXES):
+        place, box = _box(b_desc, ring[1], slot, index, at, step, SLABS)
+        copy_box(b_desc, place, ring[2].index(slot), box, pred=pred)
+
+
+@gluon.jit
+def _request_tokens(a_desc, ring, slot, at, step, pred, SLABS: gl.constexpr):
+    """Ask for a slot's tokens, as ``_request_weights`` does."""
+    BOXES: gl.constexpr = ring[0].type.shape[1] // a_desc.block_type.shape[0]
+    for index in gl.static_range(SLABS * BOXES):
+        place, box = _box(a_desc, ring[0], slot, index, at, step, SLABS)
+        copy_box(a_desc, place, ring[2].index(slot), box, pred=pred)
 
 
 @gluon.jit
@@ -72,9 +90,8 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     wait_unless(PREFETCH)
     for slot in gl.static_range(STAGES):
         start = slot * STEP
-        ready = full.index(slot)
-        mbarrier.expect(ready, TILE_ROWS * STEP, pred=start < k)
-        _request(b_desc, weights, ready, slot, (first[1], start), steps[1], start < k, SLABS)
+        mbarrier.expect(full.index(slot), TILE_ROWS * STEP, pred=start < k)
+        _request_weights(b_desc, ring, slot, (first[1], start), steps[1], start < k, SLABS)
     # a box outside of the tensor reads no input, and has the descriptor in its cache from here on
     mbarrier.expect(warm, a_desc.block_type.nbytes)
     box = tokens.index(0).slice(0, a_desc.block_type.shape[0], dim=0)
@@ -83,16 +100,14 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     wait_for_inputs()
     for slot in gl.static_range(STAGES):
         start = slot * STEP
-        ready = full.index(slot)
-        _request(a_desc, tokens, ready, slot, (first[0], start), steps[0], start < k, SLABS)
+        _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], start < k, SLABS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for start in range(STAGES * STEP, k, STEP):
         mbarrier.wait(empty.index(slot), phase)
-        ready = full.index(slot)
-        mbarrier.expect(ready, TILE_ROWS * STEP)
-        _request(b_desc, weights, ready, slot, (first[1], start), steps[1], True, SLABS)
-        _request(a_desc, tokens, ready, slot, (first[0], start), steps[0], True, SLABS)
+        mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
+        _request_weights(b_desc, ring, slot, (first[1], start), steps[1], True, SLABS)
+        _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
         slot, phase = next_slot(slot, phase, STAGES)
 
 

@@ -29,6 +29,8 @@ from oss_fused.kernels.pipeline import descriptor
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 4 * 1024
+# rows of weights in a tile of slices, and most columns of a tile
+_TILE_ROWS, _MAX_COLUMNS = 64, 256
 # where threads exchange float32 sums
 _EXCHANGE = 16 * 1024
 
@@ -183,6 +185,19 @@ def stream_stages(
     return stages
 
 
+def _check_tile(block_m: int, block_n: int, block_k: int, slices: int) -> None:
+    if slices not in (1, 2, 4):
+        raise TritonKernelError(f"slices={slices}: expected 1, 2 or 4")
+    if slices > 1 and block_n != _TILE_ROWS:
+        raise TritonKernelError(f"block_n={block_n}: expected {_TILE_ROWS} with slices={slices}")
+    if block_k <= 0 or block_k % WIDTH:
+        raise TritonKernelError(f"block_k={block_k}: expected a multiple of {WIDTH}")
+    if block_m < 8 or block_m * slices > _MAX_COLUMNS or block_m & (block_m - 1):
+        raise TritonKernelError(
+            f"block_m={block_m}: expected a power of two from 8 to {_MAX_COLUMNS // slices}"
+        )
+
+
 def gemm_stream(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -202,7 +217,11 @@ def gemm_stream(
 
     With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``. A CTA has
     ``slices`` (1, 2 or 4) slices of K of 64 / slices weight rows, or one slice of ``block_n``.
+
+    Raises:
+        TritonKernelError: shared memory does not hold the tile, or a size does not fit ``slices``.
     """
+    _check_tile(block_m, block_n, block_k, slices)
     m, k = a.shape
     n = b.shape[0]
     wide = out.element_size() > 2

@@ -6,7 +6,7 @@ with x_scale [T, 1] or [1], weight [(num_heads + 2 kv_heads) * head_dim, K] FP8;
 ``positions`` on are rope_kv's (kernels/rope). Returns the rotated q
 [T, num_heads * head_dim]. ``prefetch_weights`` and ``levels`` are fp8_gemm's (kernels/gemm).
 
-On a Hopper GPU this is one launch for at most 16 tokens, where head_dim is a multiple of 64,
+On a Hopper GPU this is one launch for at most 128 tokens, where head_dim is a multiple of 64,
 rotated whole and in NeoX pairs, without a norm per head. Otherwise the kernels of the two parts
 run. The result is that of the parts; a sum of products may be rounded in another order.
 """

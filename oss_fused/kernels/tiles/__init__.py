@@ -29,8 +29,8 @@ _SHORT = 3072
 _LONG = 8192
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
-# outputs of which each has two slices of K at once, 32 rows in a tile
-_SLICED_OUTPUTS = 32 * _WAVE
+# outputs whose tiles of 32 rows fill half of a wave or more, and not two
+_SLICED_OUTPUTS = range(16 * _WAVE + 1, 32 * _WAVE + 1)
 # tiles of weight-only products by rows, best on average over an H200's shapes: block_n, block_m,
 # block_k, stages, warps; CTAs per multiprocessor that K is split for
 _WEIGHT_ONLY = {
@@ -125,7 +125,7 @@ def gemm_rule(
     # columns of a last tile that N does not fill cost it more than the kernels in Gluon
     if cublaslt and bucket >= CUBLASLT_ROWS and n % 128 == 0:
         return {"kernel": CUBLASLT}
-    if gluon and bucket <= 16 and k >= _LONG and n <= _SLICED_OUTPUTS:
+    if gluon and bucket <= 16 and k >= _LONG and n in _SLICED_OUTPUTS:
         return {"kernel": "stream", **_sliced_tile(max(bucket, 8))}
     if gluon and 2 <= bucket <= 64:
         return {"kernel": "stream", "block_m": max(bucket, 8), **_stream_tile(bucket, n)}
