@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""scripts/bench_layers.py without a GPU: its command line, and its processes in turn."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_layers.py"
+# stands for a worker: its root's name says how long its layers take
+WORKER = """
+import sys
+scale = {"fast": 10.0, "slow": 20.0}[sys.argv[-1].split("/")[-1]]
+for turn, line in enumerate(sys.stdin):
+    print(999.0 if turn == 0 else scale + turn / 10, flush=True)
+"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(PATH.parent))
+    spec = importlib.util.spec_from_file_location("bench_layers", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_checkouts_take_turns(script, tmp_path, monkeypatch, capsys):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(script, "__file__", str(worker))
+    monkeypatch.setattr(sys, "argv", ["bench_layers.py"])
+    arguments = script.build_parser().parse_args(["--tokens", "8", "--turns", "3"])
+    roots = {"here": tmp_path / "fast", "against": tmp_path / "slow"}
+    (row,) = script.measure(arguments, roots)
+    # the first turn, which compiles, does not count
+    assert row["here"] == {"us": 10.2, "min": 10.1, "max": 10.3}
+    assert row["against"]["us"] == 20.2
+    assert "1.980x" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_is_named(script):
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "raise SystemExit(3)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        script.ask(worker, 1)
+
+
+def test_a_folder_without_the_package_is_refused(script, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.build_parser().parse_args(["--against", str(tmp_path)])
+    assert "expected a folder that holds oss_fused" in capsys.readouterr().err
