@@ -29,7 +29,7 @@ def run(folder: Path, *arguments: object) -> str:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     # where an error ends a program, Gluon's objects outlive it and are listed
     assert done.returncode == 0, done.stderr.split("nanobind: leaked")[0][-2000:]
     return done.stdout

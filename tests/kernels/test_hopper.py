@@ -22,6 +22,9 @@ MOST_LINES = 2000
 # bytes of registers that a thread keeps in memory; heads of 256 values and the portable forward of
 # flash_attention need some hundred
 MOST_STACK = 1536
+# and those of products of few rows: a few words of the warp that asks for weights
+RINGS = {"_gemm_stream_kernel", "_gate_up_stream_kernel", "_qkv_kernel"}
+MOST_RING_STACK = 16
 
 WITH_LONG = "OSS_FUSED_LONG_TESTS" in os.environ
 long_test = pytest.mark.skipif(
@@ -61,7 +64,8 @@ def test_a_program_fits_a_multiprocessor(case, compiled):
     for kernel in compiled[case]:
         assert kernel["registers"] * kernel["threads"] <= REGISTERS, kernel
         assert kernel["shared"] <= SHARED_MEMORY, kernel
-        assert kernel["stack"] <= MOST_STACK and kernel["lines"] <= MOST_LINES, kernel
+        most = MOST_RING_STACK if kernel["name"] in RINGS else MOST_STACK
+        assert kernel["stack"] <= most and kernel["lines"] <= MOST_LINES, kernel
 
 
 @pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])
