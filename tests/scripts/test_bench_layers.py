@@ -41,6 +41,13 @@ def test_checkouts_take_turns(script, tmp_path, monkeypatch, capsys):
     assert "1.980x" in capsys.readouterr().out
 
 
+def test_models_are_those_that_have_a_shape(script):
+    """The command line is read without PyTorch, and so names them itself."""
+    from harness.layers import SHAPES
+
+    assert set(script.MODELS) == set(SHAPES)
+
+
 def test_a_process_that_ends_is_named(script):
     worker = subprocess.Popen(
         [sys.executable, "-c", "raise SystemExit(3)"],

@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.errors import TritonKernelError
-from oss_fused.kernels.gemm.ring import WIDTH, load_ring, make_ring, ring_layout, sum_ring
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, ring_layout, sum_ring
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024

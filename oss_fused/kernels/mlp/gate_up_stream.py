@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from oss_fused.kernels.gemm.ring import WIDTH, load_ring, make_ring, sum_ring
 from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -21,6 +20,7 @@ from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.qkv.stream import paired_layout
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, sum_ring
 from oss_fused.kernels.tiles import row_bucket
 
 PAIRS = 32

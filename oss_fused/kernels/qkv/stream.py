@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, store_values
 from oss_fused.kernels.checks import FP8, has_aligned_rows
-from oss_fused.kernels.gemm.ring import WIDTH, load_ring, make_ring, sum_ring
 from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, sum_ring
 from oss_fused.kernels.tiles import row_bucket
 
 # rows of codes that a CTA holds at most: with more, the two launches read less through L2

@@ -29,7 +29,8 @@ _SHORT = 3072
 _LONG = 8192
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
-# outputs whose tiles of 32 rows fill half of a wave or more, and not two
+# outputs whose tiles of 32 rows fill more than half of a wave and begin no second one; others were
+# not measured
 _SLICED_OUTPUTS = range(16 * _WAVE + 1, 32 * _WAVE + 1)
 # tiles of weight-only products by rows, best on average over an H200's shapes: block_n, block_m,
 # block_k, stages, warps; CTAs per multiprocessor that K is split for

@@ -40,6 +40,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
+from oss_fused.kernels.tiles import ROW_BUCKETS
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
 from oss_fused.layers.vllm.linear import bf16_rows_of
 
@@ -47,7 +48,7 @@ _OP = "oss_fused::rope_attention"
 # tokens up to which qkv_rope_kv measured faster than projection and rope_kv; at 256 it is slower
 FEW_TOKENS = 128
 # for which its kernels are compiled
-_BUCKETS = (16, 32, 64, 128)
+_BUCKETS = tuple(bucket for bucket in ROW_BUCKETS if 16 <= bucket <= FEW_TOKENS)
 # tokens for which rope_kv compiles its kernels
 ROPE_COUNTS = (1, 128, 512)
 

@@ -32,7 +32,10 @@ def make_ring(
     SLICES: gl.constexpr,
     BOXES: gl.constexpr,
 ):
-    """(tokens, weights, full, empty): SLABS tiles a stage, of SLICES and of BOXES boxes."""
+    """(tokens, weights, full, empty): a stage has SLABS tiles of each.
+
+    A tile of tokens is SLICES boxes, one of weights BOXES.
+    """
     COLUMNS: gl.constexpr = b_desc.block_type.shape[1]
     ROWS: gl.constexpr = BOXES * b_desc.block_type.shape[0]
     TOKENS: gl.constexpr = SLICES * a_desc.block_type.shape[0]
