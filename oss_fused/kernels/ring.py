@@ -24,27 +24,20 @@ WIDTH = 128
 
 
 @gluon.jit
-def make_ring(
-    a_desc,
-    b_desc,
-    STAGES: gl.constexpr,
-    SLABS: gl.constexpr,
-    SLICES: gl.constexpr,
-    BOXES: gl.constexpr,
-):
-    """(tokens, weights, full, empty): a stage has SLABS tiles of each.
+def make_tiles(desc, COUNT: gl.constexpr, BOXES: gl.constexpr):
+    """Room for COUNT tiles of BOXES boxes each, one above the other."""
+    ROWS: gl.constexpr = BOXES * desc.block_type.shape[0]
+    shape: gl.constexpr = [COUNT, ROWS, desc.block_type.shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
-    A tile of tokens is SLICES boxes, one of weights BOXES.
+
+@gluon.jit
+def make_ring(tokens, b_desc, STAGES: gl.constexpr, SLABS: gl.constexpr, BOXES: gl.constexpr):
+    """(tokens, weights, full, empty): a stage has SLABS tiles of weights, of BOXES boxes each.
+
+    ``tokens``: as many tiles, which come with the weights, or those of all columns (gemm/codes.py).
     """
-    COLUMNS: gl.constexpr = b_desc.block_type.shape[1]
-    ROWS: gl.constexpr = BOXES * b_desc.block_type.shape[0]
-    TOKENS: gl.constexpr = SLICES * a_desc.block_type.shape[0]
-    tokens = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES * SLABS, TOKENS, COLUMNS], a_desc.layout
-    )
-    weights = gl.allocate_shared_memory(
-        b_desc.dtype, [STAGES * SLABS, ROWS, COLUMNS], b_desc.layout
-    )
+    weights = make_tiles(b_desc, STAGES * SLABS, BOXES)
     return tokens, weights, barriers_of(STAGES, 1), barriers_of(STAGES, 1)
 
 
@@ -84,33 +77,39 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     """The loading warp: ``k`` columns of tokens and weights from the rows ``first`` of each.
 
     ``steps``: rows and columns from one box of a tile of tokens to the next, and of weights.
+    Without ``a_desc`` the multiplying warps have the tokens.
     """
     tokens, weights, full, empty = ring
     STAGES: gl.constexpr = full.type.shape[0]
     SLABS: gl.constexpr = weights.type.shape[0] // STAGES
     STEP: gl.constexpr = SLABS * b_desc.block_type.shape[1]
-    TILE_ROWS: gl.constexpr = tokens.type.shape[1] + weights.type.shape[1]
+    OF_TOKENS: gl.constexpr = 0 if a_desc is None else tokens.type.shape[1]
+    TILE_ROWS: gl.constexpr = OF_TOKENS + weights.type.shape[1]
     wait_unless(PREFETCH)
     for slot in gl.static_range(STAGES):
         start = slot * STEP
         mbarrier.expect(full.index(slot), TILE_ROWS * STEP, pred=start < k)
         _request_weights(b_desc, ring, slot, (first[1], start), steps[1], start < k, SLABS)
-    # a box outside of the tensor reads no input, and has the descriptor in its cache from here on
-    mbarrier.expect(warm, a_desc.block_type.nbytes)
-    box = tokens.index(0).slice(0, a_desc.block_type.shape[0], dim=0)
-    copy_box(a_desc, [1 << 30, 0], warm, box)
-    mbarrier.wait(warm, 0)
+    if a_desc is not None:
+        # a box outside of the tensor reads no input, and has the descriptor in its cache from here
+        # on
+        mbarrier.expect(warm, a_desc.block_type.nbytes)
+        box = tokens.index(0).slice(0, a_desc.block_type.shape[0], dim=0)
+        copy_box(a_desc, [1 << 30, 0], warm, box)
+        mbarrier.wait(warm, 0)
     wait_for_inputs()
-    for slot in gl.static_range(STAGES):
-        start = slot * STEP
-        _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], start < k, SLABS)
+    if a_desc is not None:
+        for slot in gl.static_range(STAGES):
+            start = slot * STEP
+            _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], start < k, SLABS)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for start in range(STAGES * STEP, k, STEP):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
         _request_weights(b_desc, ring, slot, (first[1], start), steps[1], True, SLABS)
-        _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
+        if a_desc is not None:
+            _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
         slot, phase = next_slot(slot, phase, STAGES)
 
 

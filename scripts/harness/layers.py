@@ -184,9 +184,8 @@ class Step:
         norm = (layer["second_gain"], EPS, None, False, True)
         codes, scale, residual, _, _ = ops.add_rms_norm_quant(x, residual, *norm)
         weight, weight_scale = layer["gate_up"]
-        codes, scale = ops.gate_up_quant(codes, weight, scale, weight_scale, BF16, "silu", True)
-        weight, weight_scale = layer["down"]
-        return ops.fp8_gemm(codes, weight, scale, weight_scale, None, BF16, True), residual
+        gate_up = (codes, weight, scale, weight_scale)
+        return ops.mlp_fp8(*gate_up, *layer["down"], None, BF16, "silu", True), residual
 
     def _experts(
         self, index: int, x: torch.Tensor, residual: torch.Tensor

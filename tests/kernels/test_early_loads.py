@@ -253,7 +253,7 @@ def test_public_functions_and_modules_vouch_for_nothing():
             if argument.name.startswith("prefetch"):
                 options += 1
                 assert argument.default_value is False, name
-    assert options == 10
+    assert options == 11
     public = [PACKAGE / "functional.py", PACKAGE / "autograd.py"]
     public += [*(PACKAGE / "layers" / "hf").rglob("*.py"), *(PACKAGE / "quant").rglob("*.py")]
     assert len(public) > 10

@@ -110,6 +110,56 @@ def test_slices_of_two_levels(hopper, slices, m, n, k, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "config"),
+    [
+        (2880, 4096, {"block_k": 512, "ctas": 1, "slices": 2, "levels": 2}),
+        (4096, 4096, {"block_k": 256, "ctas": 1, "levels": 2}),
+        (4096, 14336, {"block_k": 512, "ctas": 1, "slices": 2}),
+        (100, 16384, {"block_k": 256, "ctas": 1, "slices": 4, "levels": 2}),
+        (72, 5008, {"block_k": 128, "ctas": 2}),
+        (200, 528, {"block_k": 128, "ctas": 1, "slices": 2}),
+        (64, 16, {"block_n": 128, "ctas": 1, "levels": 2}),
+    ],
+)
+def test_a_row_that_the_product_quantises(hopper, n, k, config, dtype):
+    """As quantised before: parts, copies and slices of a row; 0, NaN and Inf."""
+    row = (torch.randn(1, k, device=CUDA) * torch.linspace(0.1, 4, k, device=CUDA)).to(dtype)
+    _, b, _, b_scale = operands(1, n, k)
+    bias = torch.randn(n, device=CUDA)
+    stream, levels = kernels(CUDA)["stream"], config.get("levels", 1)
+    for change in (None, 0.0, float("nan"), float("inf")):
+        if change is not None:
+            row[0, k // 3 :: 7] = change
+        if change == 0.0:
+            row.zero_()
+        out = torch.full((1, n), float("nan"), device=CUDA, dtype=dtype)
+        stream(row, b, None, b_scale, bias, out, block_m=8, **config)
+        if not row.isfinite().all():
+            assert out.isnan().all()
+            continue
+        linear = get_kernel("torch", "fp8_linear")
+        want = linear(row, b, b_scale, None, bias, False, levels - 1)
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=5e-3 * want.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_dense_mlp(hopper, m):
+    """One token without a launch between both products, two with one."""
+    x, w, x_scale, w_scale = operands(m, 2 * 14336, 4096)
+    _, down, _, down_scale = operands(m, 4096, 14336)
+    w_scale /= 4096
+    for bias in (None, torch.randn(4096, device=CUDA)):
+        operands_ = (x, w, x_scale, w_scale, down, down_scale, bias, torch.bfloat16, "silu")
+        got = ops.mlp_fp8(*operands_)
+        codes, scale = ops.gate_up_quant(*operands_[:4], *operands_[7:])
+        want = ops.fp8_gemm(codes, down, scale, down_scale, bias, torch.bfloat16)
+        assert relative_error(got, want.double()) < 5e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("m", [40, 64, 100, 256, 600])
 def test_float32_results_fit_the_shared_memory(hopper, m):
     a, b, a_scale, b_scale = operands(m, 1024, 4096)

@@ -160,6 +160,38 @@ def test_gate_up_quant_edges(backend, tokens, device):
         op(codes, w[:5], scale, w_scale[:5], dtype, "silu")
 
 
+def whole(tokens, device, hidden=64, inner=48, outputs=72, dtype=torch.bfloat16):
+    """Operands of mlp_fp8."""
+    x, w, x_scale, w_scale, _ = gate_up(tokens, hidden, inner, device, dtype=dtype)
+    down, down_scale = codes_of(rows(outputs, inner, device=device, seed=5) / 8)
+    bias = rows(outputs, device=device, seed=6)
+    return [x, w, x_scale, w_scale, down, down_scale, bias, dtype, "silu"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mlp_is_both_products(backend, tokens, dtype, device):
+    operands = whole(tokens, device, dtype=dtype)
+    for at, value in ((6, None), (8, "gelu")):
+        operands[at] = value
+        codes, scale = get_kernel(backend, "gate_up_quant")(*operands[:4], *operands[7:])
+        want = get_kernel(backend, "fp8_gemm")(codes, operands[4], scale, *operands[5:8])
+        got = get_kernel(backend, "mlp_fp8")(*operands)
+        assert got.shape == (tokens, 72) and got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
+def test_mlp_names_what_does_not_fit(device):
+    operands = whole(2, device)
+    operands[4] = operands[4][:, :16]
+    with pytest.raises(ShapeMismatchError, match=r"down_weight.shape=.*\[N, 48\]"):
+        get_kernel("triton", "mlp_fp8")(*operands)
+    operands[1], operands[3] = operands[1][:5], operands[3][:5]
+    with pytest.raises(ShapeMismatchError, match="weight.shape=.*2 . intermediate"):
+        get_kernel("triton", "mlp_fp8")(*operands)
+
+
 def test_gated_mlp_bad_arguments(device):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     with pytest.raises(ShapeMismatchError, match="up_weight.shape"):
@@ -172,4 +204,5 @@ def test_opcheck(device, check_op):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     check_op(torch.ops.oss_fused.act_mul_quant.default, (x, "silu", None))
     check_op(torch.ops.oss_fused.gate_up_quant.default, (*gate_up(2, 16, 8, device), "silu"))
+    check_op(torch.ops.oss_fused.mlp_fp8.default, tuple(whole(2, device)))
     check_op(torch.ops.oss_fused.gated_mlp.default, (x, w, w, None, None, "silu", "up"))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Llama's MLP in decoder layers: one operator from codes to codes, or the separate ones."""
+"""Llama's MLP in decoder layers: one operator, or the separate ones."""
 
 from types import SimpleNamespace
 
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from oss_fused.layers.vllm import decoder
+from oss_fused.layers.vllm import decoder, linear
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
+from oss_fused.quant.scheme import FP8_DYNAMIC
 
 TOKENS, HIDDEN, INNER = 5, 48, 32
 
@@ -21,7 +22,8 @@ class Projection:
         self.weight_scale = weight.abs().amax(1, keepdim=True) / 448
         self.codes = (weight / self.weight_scale).to(torch.float8_e4m3fn)
         self.weight = SimpleNamespace(is_cuda=True)
-        self.bias, self.quant_method, self.calls = bias, method.__new__(method), 0
+        self.bias, self.quant_method = bias, method.__new__(method)
+        self.calls = self.joined = 0
 
     def __call__(self, x):
         self.calls += 1
@@ -32,16 +34,32 @@ class Projection:
         return out.view(*x.orig_shape[:-1], -1), None
 
 
-def run(projection, monkeypatch):
+class Down:
+    """The down projection behind it."""
+
+    def __init__(self, method=OssFp8LinearMethod):
+        draw = torch.Generator().manual_seed(2)
+        weight = torch.randn(HIDDEN, INNER, generator=draw)
+        self.weight_scale = weight.abs().amax(1, keepdim=True) / 448
+        self.weight = (weight / self.weight_scale).to(torch.float8_e4m3fn)
+        self.quant_method = method(FP8_DYNAMIC, True, "down_proj")
+        self.bias = torch.linspace(-1, 1, HIDDEN).bfloat16()
+
+    def __call__(self, x):
+        return self.quant_method.apply(self, x, self.bias), None
+
+
+def run(projection, monkeypatch, down=None):
     key = decoder.kFp8DynamicTokenSym
     monkeypatch.setattr(decoder, "get_input_quant_key", lambda layer: key)
-    joined = decoder._gate_up_quant
+    joined = torch.ops.oss_fused.mlp_fp8
 
-    def gate_up_quant(codes, weight, *rest):
+    def mlp_fp8(codes, weight, *rest):
         assert weight is projection.weight
+        projection.joined += 1
         return joined(codes, projection.codes, *rest)
 
-    monkeypatch.setattr(decoder, "_gate_up_quant", gate_up_quant)
+    monkeypatch.setattr(linear, "_mlp_fp8", mlp_fp8)
     x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     scale = x.float().abs().amax(2, keepdim=True) / 448
     quantised = decoder.QuantizedActivation(
@@ -54,7 +72,7 @@ def run(projection, monkeypatch):
     mlp = SimpleNamespace(
         gate_up_proj=projection,
         act_fn=SiluAndMul.__new__(SiluAndMul),
-        down_proj=lambda activation: (activation, None),
+        down_proj=down or Down(),
     )
     return decoder.gated_mlp(mlp, quantised)
 
@@ -62,12 +80,9 @@ def run(projection, monkeypatch):
 def test_one_operator_gives_what_the_separate_ones_give(monkeypatch):
     joined, separate = Projection(), Projection(bias=torch.zeros(1))
     got, want = run(joined, monkeypatch), run(separate, monkeypatch)
-    assert (joined.calls, separate.calls) == (0, 1)
-    assert torch.equal(got.data.view(torch.uint8), want.data.view(-1, INNER).view(torch.uint8))
-    assert torch.equal(got.scale.flatten(), want.scale.flatten())
-    assert got.orig_dtype == want.orig_dtype == torch.bfloat16
-    assert got.orig_shape == want.orig_shape == (1, TOKENS, INNER)
-    assert got.quant_key == want.quant_key
+    assert (joined.calls, joined.joined, separate.calls, separate.joined) == (0, 1, 1, 0)
+    assert torch.equal(got, want)
+    assert got.dtype == torch.bfloat16 and got.shape == (1, TOKENS, HIDDEN)
 
 
 class Other(OssFp8LinearMethod):
@@ -77,4 +92,7 @@ class Other(OssFp8LinearMethod):
 def test_another_method_keeps_its_own_product(monkeypatch):
     projection = Projection(method=Other)
     run(projection, monkeypatch)
-    assert projection.calls == 1
+    assert (projection.calls, projection.joined) == (1, 0)
+    projection = Projection()
+    run(projection, monkeypatch, Down(Other))
+    assert (projection.calls, projection.joined) == (1, 0)

@@ -35,7 +35,7 @@ _LAUNCHES = {
         Launch(1, 32, 1, 1, 4),
     ),
     (False, True): (
-        Launch(32, 128, 4, 1, 4),
+        Launch(16, 128, 4, 1, 3),
         Launch(8, 64, 2, 2, 4),
         Launch(2, 64, 2, 8, 4),
         Launch(1, 64, 2, 1, 4),

@@ -20,17 +20,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.errors import TritonKernelError
+from oss_fused.kernels.gemm.codes import TILE_ROWS, make_code_tiles, store_codes, sum_parts
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
-from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import descriptor
-from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, ring_layout, sum_ring
+from oss_fused.kernels.ring import (
+    WIDTH,
+    load_ring,
+    make_ring,
+    make_tiles,
+    ring_layout,
+    sum_ring,
+)
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 4 * 1024
 # rows of weights in a tile of slices, and most columns of a tile
 _TILE_ROWS, _MAX_COLUMNS = 64, 256
+# columns of a row that a CTA quantises: four of its warps hold them
+MOST_QUANTISED = 16384
+# columns up to which all rows of a tile of tokens have codes of the same columns (codes.py)
+_COPIED = 4096
 # where threads exchange float32 sums
 _EXCHANGE = 16 * 1024
 
@@ -38,21 +50,25 @@ _EXCHANGE = 16 * 1024
 @gluon.constexpr_function
 def _sums_layout(rows, tokens, slices, warps):
     """Layout of the sums [rows, tokens] of a CTA; both levels of a row are in one thread."""
-    if slices == 1:
+    if slices == 1 and tokens >= 8:
         return ring_layout(tokens, warps)
-    return gl.BlockedLayout([1, 2], [rows, 32 // rows], [1, warps], [0, 1])
+    lanes = min(rows, 32)
+    return gl.BlockedLayout([1, 2], [lanes, 32 // lanes], [1, warps], [0, 1])
 
 
 @gluon.jit
-def _add_slices(acc, SLICES: gl.constexpr):
-    """Sums [64 / SLICES, tokens] of a tile that stacks slices of K [64, SLICES * tokens]."""
+def _add_slices(acc, SLICES: gl.constexpr, TOKENS: gl.constexpr):
+    """Sums [64 / SLICES, TOKENS] of a tile that stacks slices of K [64, SLICES * columns].
+
+    Every TOKENS of its columns are the sums of a part of K (``sum_parts``).
+    """
     ROWS: gl.constexpr = acc.shape[0] // SLICES
-    TOKENS: gl.constexpr = acc.shape[1] // SLICES
+    COLUMNS: gl.constexpr = acc.shape[1] // SLICES
     layout: gl.constexpr = acc.type.layout
     of_weights = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)) // ROWS
-    of_tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)) // TOKENS
+    of_tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)) // COLUMNS
     acc = gl.where(of_weights[:, None] == of_tokens[None, :], acc, 0.0)
-    acc = gl.sum(acc.reshape([SLICES, ROWS, SLICES, TOKENS]), 2)
+    acc = gl.sum(acc.reshape([SLICES, ROWS, SLICES * COLUMNS // TOKENS, TOKENS]), 2)
     return gl.convert_layout(gl.sum(acc, 0), _sums_layout(ROWS, TOKENS, SLICES, gl.num_warps()))
 
 
@@ -76,6 +92,7 @@ def _store(acc, out, first_m, first_n, m, n):
 @gluon.jit
 def _multiply(
     ring,
+    row,
     scales,
     first,
     sizes,
@@ -83,12 +100,13 @@ def _multiply(
     B_ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
     SLICES: gl.constexpr,
+    PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     a_scale, b_scale, bias, out = scales
     first_m, first_n = first
-    m, n, k = sizes
-    BLOCK_M: gl.constexpr = ring[0].type.shape[1] // SLICES
+    m, n, k, columns = sizes
+    BLOCK_M: gl.constexpr = ring[0].type.shape[1] // SLICES if row is None else LEVELS
     BLOCK_N: gl.constexpr = ring[1].type.shape[1] // SLICES
     layout: gl.constexpr = _sums_layout(BLOCK_N, BLOCK_M, SLICES, gl.num_warps())
     offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
@@ -100,10 +118,14 @@ def _multiply(
         shift = gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[:, None]
     wait_for_inputs()
     start_next()
-    token = scale_row(a_scale, offs_m // LEVELS, offs_m < m, A_ROWS)
-    acc = sum_ring(ring, k)
-    if SLICES > 1:
-        acc = _add_slices(acc, SLICES)
+    if row is None:
+        token = scale_row(a_scale, offs_m // LEVELS, offs_m < m, A_ROWS)
+        acc = sum_ring(ring, k)
+    else:
+        token = store_codes(row, columns, k, ring[0], LEVELS, SLICES, PARTS)
+        acc = sum_parts(ring, k, LEVELS)
+    if SLICES > 1 or BLOCK_M < 8:
+        acc = _add_slices(acc, SLICES, BLOCK_M)
 
     if LEVELS == 2:
         # both levels of a row are neighbouring columns, in one thread
@@ -124,6 +146,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["m"])
 def _gemm_stream_kernel(
     a_desc,
+    row,
     b_desc,
     a_scale,
     b_scale,
@@ -132,28 +155,37 @@ def _gemm_stream_kernel(
     m,
     n,
     k,
+    columns,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
     SLICES: gl.constexpr,
+    TILES: gl.constexpr,
+    PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """``k``: columns of a slice."""
-    first_m = gl.program_id(1) * a_desc.block_type.shape[0]
+    """``k``: columns of a slice; ``row`` of 16 bits in place of ``a_desc`` and ``a_scale``."""
     first_n = gl.program_id(0) * b_desc.block_type.shape[0]
+    if row is None:
+        first_m = gl.program_id(1) * a_desc.block_type.shape[0]
+        tiles = make_tiles(a_desc, STAGES * SLABS, SLICES)
+    else:
+        first_m = gl.to_tensor(0)
+        tiles = make_code_tiles(TILES, SLICES)
     first = (first_m, first_n)
-    ring = make_ring(a_desc, b_desc, STAGES, SLABS, SLICES, SLICES)
+    ring = make_ring(tiles, b_desc, STAGES, SLABS, SLICES)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     scales = (a_scale, b_scale, bias, out)
+    sizes = (m, n, k, columns)
     step = (0, k)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, scales, first, (m, n, k), A_ROWS, B_ROWS, LEVELS, SLICES, PREFETCH),
+                (ring, row, scales, first, sizes, A_ROWS, B_ROWS, LEVELS, SLICES, PARTS, PREFETCH),
             ),
             (load_ring, (a_desc, b_desc, ring, warm, first, (step, step), k, PREFETCH)),
         ],
@@ -201,7 +233,7 @@ def _check_tile(block_m: int, block_n: int, block_k: int, slices: int) -> None:
 def gemm_stream(
     a: torch.Tensor,
     b: torch.Tensor,
-    a_scale: torch.Tensor,
+    a_scale: torch.Tensor | None,
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -217,37 +249,51 @@ def gemm_stream(
 
     With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``. A CTA has
     ``slices`` (1, 2 or 4) slices of K of 64 / slices weight rows, or one slice of ``block_n``.
+    Without ``a_scale``, ``a`` is one row of 16 bits and at most MOST_QUANTISED columns, which each
+    CTA quantises.
 
     Raises:
         TritonKernelError: shared memory does not hold the tile, or a size does not fit ``slices``.
     """
     _check_tile(block_m, block_n, block_k, slices)
-    m, k = a.shape
-    n = b.shape[0]
+    k = a.shape[1]
+    m, n = out.shape
     wide = out.element_size() > 2
-    exchange = _EXCHANGE if wide or slices > 1 else 0
+    exchange = _EXCHANGE if wide or slices > 1 or a_scale is None else 0
     if wide:
         # stages of half the bytes: two fit beside the exchange also where two programs share
         block_k = min(block_k, WIDTH)
+    if a_scale is None and k > _COPIED:
+        # codes leave less room to the ring: more stages of fewer bytes
+        block_k = min(block_k, 2 * WIDTH)
     rows = block_n // slices
     # whole steps: a box behind the last column brings zeros
     length = cdiv(cdiv(k, slices), block_k) * block_k if slices > 1 else k
-    _gemm_stream_kernel[(cdiv(n, rows), cdiv(m, block_m))](
-        descriptor(a, block_m, WIDTH),
+    of_stage, tiles, parts = block_m * slices, 0, 1
+    if a_scale is None:
+        parts = TILE_ROWS // levels if k > _COPIED else 1
+        tiles = next_power_of_2(cdiv(length, parts * block_k)) * (block_k // WIDTH)
+        of_stage, exchange = 0, exchange + tiles * slices * TILE_ROWS * WIDTH
+    _gemm_stream_kernel[(cdiv(n, rows), cdiv(levels * m, block_m))](
+        None if a_scale is None else descriptor(a, block_m, WIDTH),
+        a if a_scale is None else None,
         descriptor(b, rows, WIDTH),
         a_scale,
         b_scale,
         bias,
         out,
-        m,
+        levels * m,
         n,
         length,
-        A_ROWS=a_scale.numel() != 1,
+        k,
+        A_ROWS=a_scale is not None and a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         LEVELS=levels,
-        STAGES=stream_stages(length, block_m * slices, block_n, block_k, ctas, exchange),
+        STAGES=stream_stages(length, of_stage, block_n, block_k, ctas, exchange),
         SLABS=block_k // WIDTH,
         SLICES=slices,
+        TILES=tiles,
+        PARTS=parts,
         PREFETCH=prefetch_weights,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,

@@ -33,6 +33,8 @@ PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 # decoder layers; launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
+# bytes of weights that the shared memory of a CTA holds, about
+_RING = 192 * 1024
 
 
 @functools.cache
@@ -64,6 +66,38 @@ def _fusible(rows: torch.Tensor, weight: torch.Tensor) -> bool:
         and has_aligned_rows(rows)
         and has_aligned_rows(weight)
     )
+
+
+def linear_of_one_row(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    prefetch_weights: bool,
+    levels: int,
+) -> torch.Tensor | None:
+    """fp8_linear in a launch whose CTAs quantise the row themselves; None where that does not pay.
+
+    It does for one wave of CTAs that have more weights than their shared memory holds: others
+    arrive while they quantise.
+    """
+    (m, k), n, device = rows.shape, weight.shape[0], rows.device
+    if m != 1 or k == 0 or rows.dtype == torch.float32 or not runs_gluon(device):
+        return None
+    if not (has_aligned_rows(rows) and has_aligned_rows(weight)):
+        return None
+    from oss_fused.kernels.gemm.stream import MOST_QUANTISED, gemm_stream
+
+    choose = tiles.choose_gemm_config if levels == 1 else tiles.choose_two_levels
+    tile = dict(choose(device, m, n, k, True))
+    if tile.pop("kernel") != "stream" or k > MOST_QUANTISED or n > tiles.ONE_WAVE:
+        return None
+    if tile.get("block_n", 64) // tile.get("slices", 1) * k <= _RING:
+        return None
+    out = torch.empty(m, n, dtype=rows.dtype, device=device)
+    tile |= {"prefetch_weights": prefetch_weights, "levels": levels}
+    gemm_stream(rows, weight, None, weight_scale, bias, out, **tile)
+    return out
 
 
 def fp8_gemm(
@@ -141,6 +175,11 @@ def fp8_linear(
             config["prefetch_weights"] = prefetch_weights
             gemm_gemv(rows, weight, None, weight_scale, bias, out, **config)
             return out.view(*x.shape[:-1], n)
+    if input_scale is None:
+        operands = (rows, weight, weight_scale, bias, prefetch_weights)
+        one = linear_of_one_row(*operands, 2 if few else 1)
+        if one is not None:
+            return one.view(*x.shape[:-1], n)
     if few:
         levels, scale = quantize_levels(rows)
         q = levels[::2]

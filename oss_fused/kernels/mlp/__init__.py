@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``act_mul_quant``, ``gate_up_quant``, ``gated_mlp`` and ``gated_mlp_backward``.
+"""``act_mul_quant``, ``gate_up_quant``, ``mlp_fp8``, ``gated_mlp`` and ``gated_mlp_backward``.
 
 act_mul_quant: x [..., 2 I] = gate | up; ``q, scale = quantize_fp8(activation(gate) * up)``, per
 token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as vLLM rounds.
@@ -7,6 +7,9 @@ token, or static where ``scale`` [1] is given; both steps rounded to x.dtype as 
 gate_up_quant: codes x [T, H] and weight [2 I, H], gate rows before up rows, with x_scale [T, 1] or
 [1] and weight_scale [2 I, 1] or [1]: ``act_mul_quant`` per token of ``fp8_gemm``'s result in
 out_dtype. prefetch_weights as in kernels/gemm.
+
+mlp_fp8: ``fp8_gemm`` of gate_up_quant's codes and down_weight [N, I] with down_scale [N, 1] or [1]
+and bias [N] or None; returns [T, N] in out_dtype.
 
 gated_mlp: x [..., H], gate_weight and up_weight [I, H] in x.dtype, or float8_e4m3fn with
 gate_scale and up_scale [I, 1] or [1] (x is then quantised per token). activation_on="up" gives
@@ -45,6 +48,18 @@ def _check_rows(weight: torch.Tensor) -> None:
 def _gate_up_fake(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape[0], weight.shape[0] // 2)
     return codes, x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+def _mlp_fake(x: torch.Tensor, down_weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return x.new_empty(x.shape[0], down_weight.shape[0], dtype=out_dtype)
+
+
+def _check_down(weight: torch.Tensor, down_weight: torch.Tensor) -> None:
+    _check_rows(weight)
+    if weight.shape[0] != 2 * down_weight.shape[1]:
+        raise ShapeMismatchError(
+            f"down_weight.shape={tuple(down_weight.shape)}: expected [N, {weight.shape[0] // 2}]"
+        )
 
 
 def _check_format(
@@ -87,6 +102,24 @@ declare(
     check=_check_rows,
     fake=_gate_up_fake,
     example={"T": 2, "H": 64, "C": 96},
+)
+declare(
+    reference.mlp_fp8,
+    {
+        "x": Operand("T H", FP8),
+        "weight": Operand("C H", FP8),
+        "x_scale": Scale("T"),
+        "weight_scale": Scale("C"),
+        "down_weight": Operand("N I", FP8),
+        "down_scale": Scale("N"),
+        "bias": Operand("N", *FLOAT_DTYPES),
+        "out_dtype": OneOf(*FLOAT_DTYPES),
+        "activation": OneOf(*ACTIVATIONS),
+    },
+    {"triton": "gate_up"},
+    check=_check_down,
+    fake=_mlp_fake,
+    example={"T": 2, "H": 64, "C": 96, "I": 48, "N": 64},
 )
 declare(
     reference.gated_mlp,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""gate_up_quant: the product with the activation in its epilogue, or the separate operations."""
+"""gate_up_quant and mlp_fp8: activation and quantisation inside of the products, or apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import FP8, has_aligned_rows
-from oss_fused.kernels.gemm.triton import fp8_gemm
+from oss_fused.kernels.gemm.triton import fp8_gemm, linear_of_one_row
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
 
@@ -28,9 +28,40 @@ def gate_up_quant(
     from oss_fused.kernels.mlp.gate_up_stream import gate_up_stream
 
     operands = (x, weight, x_scale, weight_scale, out_dtype, activation)
-    y, part_amax = gate_up_stream(*operands, prefetch_weights)
-    q = torch.empty(y.shape, dtype=FP8, device=x.device)
-    scale = torch.empty(y.shape[0], 1, dtype=torch.float32, device=x.device)
+    return _codes(*gate_up_stream(*operands, prefetch_weights))
+
+
+def mlp_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """``fp8_gemm`` of gate_up_quant's codes, of one token without a launch between both products;
+    see kernels/mlp."""
+    operands = (x, weight, x_scale, weight_scale, out_dtype, activation, prefetch_weights)
+    if x.shape[0] == 1 and _joins(x, weight, x_scale, weight_scale):
+        from oss_fused.kernels.mlp.gate_up_stream import gate_up_stream
+
+        y, part_amax = gate_up_stream(*operands)
+        out = linear_of_one_row(y, down_weight, down_scale, bias, prefetch_weights, 1)
+        if out is not None:
+            return out
+        q, scale = _codes(y, part_amax)
+    else:
+        q, scale = gate_up_quant(*operands)
+    return fp8_gemm(q, down_weight, scale, down_scale, bias, out_dtype, prefetch_weights)
+
+
+def _codes(y: torch.Tensor, part_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.empty(y.shape, dtype=FP8, device=y.device)
+    scale = torch.empty(y.shape[0], 1, dtype=torch.float32, device=y.device)
     quantize_parts(y, part_amax, q, scale)
     return q, scale
 

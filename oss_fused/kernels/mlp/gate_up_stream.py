@@ -20,7 +20,7 @@ from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.qkv.stream import paired_layout
-from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, sum_ring
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, sum_ring
 from oss_fused.kernels.tiles import row_bucket
 
 PAIRS = 32
@@ -78,7 +78,7 @@ def _gate_up_stream_kernel(
 ):
     first = gl.program_id(0) * b_desc.block_type.shape[0]
     # gate rows and up rows
-    ring = make_ring(a_desc, b_desc, STAGES, SLABS, 1, 2)
+    ring = make_ring(make_tiles(a_desc, STAGES * SLABS, 1), b_desc, STAGES, SLABS, 2)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     operands = (a_scale, b_scale, y, part_amax)

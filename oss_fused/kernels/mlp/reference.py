@@ -47,6 +47,23 @@ def gate_up_quant(
     return act_mul_quant(gate_up, activation, None)
 
 
+def mlp_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str,
+    prefetch_weights: bool = False,
+) -> torch.Tensor:
+    """Both products of a gated MLP, and the activation between them; see kernels/mlp."""
+    q, scale = gate_up_quant(x, weight, x_scale, weight_scale, out_dtype, activation)
+    return fp8_gemm(q, down_weight, scale, down_scale, bias, out_dtype)
+
+
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     """``activation(x[..., :I]) * x[..., I:]``, rounded where the unfused operators round."""
     gate, up = x.chunk(2, dim=-1)

@@ -18,7 +18,7 @@ from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
 from oss_fused.kernels.pipeline import descriptor
-from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, sum_ring
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, sum_ring
 from oss_fused.kernels.tiles import row_bucket
 
 # rows of codes that a CTA holds at most: with more, the two launches read less through L2
@@ -153,7 +153,7 @@ def _qkv_kernel(
     first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
     first_n = head * HEAD_DIM + first
     # both halves of the pairs
-    ring = make_ring(a_desc, b_desc, STAGES, SLABS, 1, 2)
+    ring = make_ring(make_tiles(a_desc, STAGES * SLABS, 1), b_desc, STAGES, SLABS, 2)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     inputs = (a_scale, b_scale, bias, positions, cos_sin, stride_table)

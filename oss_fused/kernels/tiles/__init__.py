@@ -29,6 +29,8 @@ _SHORT = 3072
 _LONG = 8192
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
+# outputs that tiles of 64 have in one wave
+ONE_WAVE = 64 * _WAVE
 # outputs whose tiles of 32 rows fill more than half of a wave and begin no second one; others were
 # not measured
 _SLICED_OUTPUTS = range(16 * _WAVE + 1, 32 * _WAVE + 1)
@@ -153,7 +155,7 @@ def choose_two_levels(
     A table's tiles are of one level, and of one row with its quantisation in the launch.
     """
     config = choose_gemm_config(device, m, n, k, gluon)
-    if gluon and (m > 1 or config["kernel"] != "gemv" or n <= 64 * _WAVE):
+    if gluon and (m > 1 or config["kernel"] != "gemv" or n <= ONE_WAVE):
         return {"kernel": "stream", **_two_level_tile(2 * m, n)}
     return config
 
@@ -161,7 +163,7 @@ def choose_two_levels(
 def _two_level_tile(rows: int, n: int) -> dict[str, int]:
     """Tile of the stream kernel for up to 16 rows of which two are the levels of one."""
     block_m = 8 if rows <= 8 else 16
-    if n > 64 * _WAVE:
+    if n > ONE_WAVE:
         return {"block_m": block_m, "block_n": 128, "block_k": 128, "ctas": 1}
     if block_m == 8 and n <= _SHORT:
         return _sliced_tile(block_m)
@@ -175,7 +177,7 @@ def _sliced_tile(block_m: int) -> dict[str, int]:
 
 def _stream_tile(bucket: int, n: int) -> dict[str, int]:
     """One CTA a multiprocessor, its ring as deep as shared memory; more of them for many tiles."""
-    if n <= 64 * _WAVE:
+    if n <= ONE_WAVE:
         return {"block_n": 64, "ctas": 1}
     return {"block_n": 128 if bucket == 64 else 64, "ctas": 2}
 
@@ -216,7 +218,7 @@ def _pipeline_tile(bucket: int, n: int, k: int) -> dict[str, Any]:
 
 def _swap_pipeline(bucket: int, n: int, k: int) -> dict[str, int]:
     """Depth of the weight pipeline: as many bytes in flight as shared memory holds."""
-    if n > 64 * _WAVE:
+    if n > ONE_WAVE:
         return {"block_n": 128, "num_stages": 4 if bucket == 64 else 3, "num_warps": 8}
     if k % 512 == 0 and bucket <= 32:
         return {"block_k": 512, "num_stages": 4 if bucket == 32 else 5}

@@ -30,10 +30,14 @@ import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
-from oss_fused.layers.vllm.linear import LevelledActivation, OssFp8LinearMethod, bf16_rows_of
+from oss_fused.layers.vllm.linear import (
+    LevelledActivation,
+    MlpInput,
+    OssFp8LinearMethod,
+    bf16_rows_of,
+)
 
 _add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
-_gate_up_quant = direct("gate_up_quant")
 
 
 def norm_for(
@@ -71,26 +75,25 @@ def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
     key = get_input_quant_key(mlp.down_proj)
     if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
         return mlp.down_proj(mlp.act_fn(projection(x)[0]))[0]
-    if isinstance(x, QuantizedActivation) and _takes_codes(projection, x):
-        dtype, codes = x.orig_dtype, x.data.view(-1, x.data.shape[-1])
-        weights = (projection.weight, x.scale.view(-1, 1), projection.weight_scale)
-        codes, scale = _gate_up_quant(codes, *weights, dtype, "silu", True)
-        shape = torch.Size((*x.orig_shape[:-1], codes.shape[-1]))
-    else:
-        gate_up, _ = projection(x)
-        codes, scale = _act_mul_quant(gate_up, "silu", None)
-        dtype, shape = gate_up.dtype, codes.shape
+    if isinstance(x, QuantizedActivation) and _takes_codes(mlp, x):
+        weights = (projection.weight, projection.weight_scale)
+        joined = MlpInput(x.data, x.scale, x.orig_dtype, x.orig_shape, key, *weights)
+        return mlp.down_proj(joined)[0]
+    gate_up, _ = projection(x)
+    codes, scale = _act_mul_quant(gate_up, "silu", None)
     quantised = QuantizedActivation(
-        data=codes, scale=scale, orig_dtype=dtype, orig_shape=shape, quant_key=key
+        data=codes, scale=scale, orig_dtype=gate_up.dtype, orig_shape=codes.shape, quant_key=key
     )
     return mlp.down_proj(quantised)[0]
 
 
-def _takes_codes(projection: Any, x: QuantizedActivation) -> bool:
-    """Whether one operator may go from codes to codes: no bias, a scale per token, a GPU."""
+def _takes_codes(mlp: Any, x: QuantizedActivation) -> bool:
+    """Whether one operator may run the MLP: no bias of gate_up, a scale per token, a GPU."""
+    projection = mlp.gate_up_proj
     return (
         x.quant_key == kFp8DynamicTokenSym
         and type(projection.quant_method) is OssFp8LinearMethod
+        and type(mlp.down_proj.quant_method) is OssFp8LinearMethod
         and projection.weight.is_cuda
         and projection.bias is None
     )

@@ -56,7 +56,7 @@ from oss_fused.quant.scheme import QuantizationScheme
 logger = init_logger(__name__)
 
 _fp8_gemm, _fp8_linear = direct("fp8_gemm"), direct("fp8_linear")
-_weight_only_linear = direct("weight_only_linear")
+_weight_only_linear, _mlp_fp8 = direct("weight_only_linear"), direct("mlp_fp8")
 
 FP8 = torch.float8_e4m3fn
 
@@ -70,6 +70,17 @@ class LevelledActivation(QuantizedActivation):
     """A quantised activation whose few rows have two levels (kernels/levels.py)."""
 
     levels: torch.Tensor | None = None
+
+
+@dataclass
+class MlpInput(QuantizedActivation):
+    """What a dense MLP reads, for its down projection: that runs the gate_up projection as well.
+
+    The activation is SiLU; ``weight`` and ``weight_scale`` are those of the gate_up projection.
+    """
+
+    weight: torch.Tensor | None = None
+    weight_scale: torch.Tensor | None = None
 
 
 @register_weight_loader_v2_supported_method
@@ -230,6 +241,11 @@ class OssFp8LinearMethod(CheckedMethod, LinearMethodBase):
         if isinstance(x, QuantizedActivation):
             rows = x.data.view(-1, x.data.shape[-1])
             scale = x.scale if self.scheme.needs_data else x.scale.view(-1, 1)
+            if isinstance(x, MlpInput):
+                gate_up = (rows, x.weight, scale, x.weight_scale)
+                down = (layer.weight, layer.weight_scale, bias)
+                out = _mlp_fp8(*gate_up, *down, x.orig_dtype, "silu", True)
+                return out.view(*x.orig_shape[:-1], -1)
             levels = getattr(x, "levels", None)
             operands = (rows, layer.weight, scale, layer.weight_scale, bias, x.orig_dtype, True)
             return _fp8_gemm(*operands, levels).view(*x.orig_shape[:-1], -1)

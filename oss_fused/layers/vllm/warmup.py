@@ -177,6 +177,10 @@ def _run_linear(
                 torch.ops.oss_fused.fp8_gemm(codes, weight, *of_weight, levels)
         if isinstance(layer, RowParallelLinear) and static is None:
             torch.ops.oss_fused.act_mul_quant(x.repeat(1, 2), "silu", None)
+            if rows == 1:
+                # a dense MLP's down projection of one token quantises with one level
+                weights = (weight, layer.weight_scale, None, bias)
+                torch.ops.oss_fused.fp8_linear(x, *weights, True)
 
 
 def first_of_each(limit: int, variant: Callable[[int], Hashable]) -> list[int]:

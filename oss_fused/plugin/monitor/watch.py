@@ -129,6 +129,12 @@ class Monitor:
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
         """Note the magnitudes of an operator's input; see kernels.op.set_observer."""
+        if operator == "mlp_fp8":
+            # what the down projection reads leaves no operator; the call notes what gate_up reads
+            *gate_up, down_weight, _, _, dtype, activation = arguments[:9]
+            codes, scale = torch.ops.oss_fused.gate_up_quant(*gate_up, dtype, activation)
+            self.observe("fp8_gemm", (codes, down_weight, scale))
+            return
         at = _WEIGHT_AT.get(operator)
         if at is None or (self._rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
