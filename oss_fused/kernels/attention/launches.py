@@ -26,16 +26,18 @@ class Launch(NamedTuple):
 # (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
 # beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md), of few sequences
 # with large heads in a chain of layers (docs/results/notes/decode.md)
-_PROGRAMS = (8, 64, 512)
+_PROGRAMS = (8, 32, 64, 512)
 _LAUNCHES = {
     (False, False): (
         Launch(32, 128, 4, 2, 4),
+        Launch(8, 64, 2, 3, 4),
         Launch(8, 64, 2, 3, 4),
         Launch(2, 32, 1, 8, 4),
         Launch(1, 32, 1, 1, 4),
     ),
     (False, True): (
-        Launch(16, 128, 4, 1, 3),
+        Launch(32, 128, 4, 1, 3),
+        Launch(8, 64, 2, 2, 4),
         Launch(8, 64, 2, 2, 4),
         Launch(2, 64, 2, 8, 4),
         Launch(1, 64, 2, 1, 4),
@@ -43,11 +45,13 @@ _LAUNCHES = {
     (True, False): (
         Launch(32, 64, 4, 3, 3),
         Launch(8, 64, 4, 4, 3),
+        Launch(4, 64, 4, 4, 3),
         Launch(1, 32, 2, 1, 4),
         Launch(1, 32, 2, 1, 4),
     ),
     (True, True): (
         Launch(32, 128, 4, 1, 3),
+        Launch(8, 64, 2, 2, 4),
         Launch(8, 64, 2, 2, 4),
         Launch(2, 64, 2, 4, 4),
         Launch(1, 64, 2, 1, 4),
