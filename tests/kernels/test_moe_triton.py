@@ -281,11 +281,19 @@ def test_few_tokens(device, hidden, inter, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "stream", "large"])
 @pytest.mark.parametrize("fp8", [-1, 0])
-def test_many_tokens_beyond_the_clamps(device, fp8):
+def test_many_tokens_beyond_the_clamps(device, fp8, kind):
     layer = Layer(256, 128, 4).to(device)
     x, logits = inputs(device, 1500, 256, 4)
-    actual, expected = run(layer, 20 * x, logits, fp8=fp8)
+    # so small a layer takes neither by itself
+    config = None
+    if kind is not None:
+        if not runs_gluon(device):
+            pytest.skip("needs a Hopper GPU and Gluon")
+        tile = Tile(1, 1, 4)
+        config = MoEConfig(128 if fp8 == 0 else 64, tile, tile, False, **{kind: True})
+    actual, expected = run(layer, 20 * x, logits, fp8=fp8, config=config)
     assert relative_error(actual, expected) < (FP8_STEP if fp8 == 0 else 2 * SAME_ARITHMETIC)
 
 
