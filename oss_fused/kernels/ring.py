@@ -121,9 +121,27 @@ def ring_layout(rows, warps):
 
 
 @gluon.jit
+def add_stage(acc, ring, slot, phase, tile, pred):
+    """``acc`` and the products of a slot's weights with the tokens' tiles from ``tile`` on.
+
+    Hands the slot before back to the loading warp where ``pred``.
+    """
+    tokens, weights, full, empty = ring
+    STAGES: gl.constexpr = full.type.shape[0]
+    SLABS: gl.constexpr = weights.type.shape[0] // STAGES
+    mbarrier.wait(full.index(slot), phase)
+    for slab in gl.static_range(SLABS):
+        x = tokens.index(tile + slab).permute((1, 0))
+        acc = warpgroup_mma(weights.index(slot * SLABS + slab), x, acc, is_async=True)
+    acc = warpgroup_mma_wait(SLABS, deps=[acc])
+    free_previous(empty, slot, STAGES, pred)
+    return acc
+
+
+@gluon.jit
 def sum_ring(ring, k):
     """Sums [rows of weights, rows of tokens] float32 of ``k`` columns that the ring brings."""
-    tokens, weights, full, empty = ring
+    tokens, weights, full, _empty = ring
     STAGES: gl.constexpr = full.type.shape[0]
     SLABS: gl.constexpr = weights.type.shape[0] // STAGES
     ROWS: gl.constexpr = weights.type.shape[1]
@@ -133,11 +151,6 @@ def sum_ring(ring, k):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for start in range(0, k, SLABS * tokens.type.shape[2]):
-        mbarrier.wait(full.index(slot), phase)
-        for slab in gl.static_range(SLABS):
-            x = tokens.index(slot * SLABS + slab).permute((1, 0))
-            acc = warpgroup_mma(weights.index(slot * SLABS + slab), x, acc, is_async=True)
-        acc = warpgroup_mma_wait(SLABS, deps=[acc])
-        free_previous(empty, slot, STAGES, start > 0)
+        acc = add_stage(acc, ring, slot, phase, slot * SLABS, start > 0)
         slot, phase = next_slot(slot, phase, STAGES)
     return warpgroup_mma_wait(0, deps=[acc])

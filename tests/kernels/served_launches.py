@@ -168,6 +168,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "joined qkv 8, two levels": call(qkv, 8, 2880, 64, 8, 64, True),
     "joined qkv 128": call(qkv, 128, 2880, 64, 8, 64),
     **{f"o_proj {rows}, two levels": call(two_levels, rows, 2880, 4096) for rows in (1, 8)},
+    "o_proj of Llama 1, two levels": call(two_levels, 1, 4096, 4096),
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
     "mlp 1": call(mlp, 1),

@@ -140,6 +140,37 @@ def test_linear_in_one_launch(m, dtype, device, monkeypatch):
     assert got[m - 1].isnan().all() and got[: m - 1].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "levels", "slices"),
+    [
+        (1, 4096, 4096, 2, 1),
+        (1, 4096, 14336, 1, 2),
+        # more rows, weights that all fit shared memory, more columns than registers, two waves
+        (2, 4096, 4096, 2, None),
+        (1, 2880, 4096, 2, None),
+        (1, 4096, 16400, 1, None),
+        (1, 28672, 8192, 2, None),
+        (0, 4096, 4096, 2, None),
+        (1, 4096, 0, 2, None),
+    ],
+)
+def test_a_product_quantises_a_row_while_weights_arrive(monkeypatch, m, n, k, levels, slices):
+    from oss_fused.kernels.gemm import triton as gemm
+
+    monkeypatch.setattr(gemm, "runs_gluon", lambda device: True)
+    row, weight = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=FP8)
+    tile = gemm._one_launch(row, weight, levels)
+    if slices is None:
+        assert tile is None
+        return
+    assert tile is not None and tile["kernel"] == "stream" and tile.get("slices", 1) == slices
+    assert gemm._one_launch(row.float(), weight, levels) is None
+    assert (
+        gemm._one_launch(torch.empty(1, 2 * k, dtype=torch.bfloat16)[:, 1 : k + 1], weight, levels)
+        is None
+    )
+
+
 def test_reference_takes_unpacked_weights():
     a, w, _, w_scale, bias = operands(3, 24, 64, "cpu")
     x = a.float()

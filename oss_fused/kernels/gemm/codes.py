@@ -12,14 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from oss_fused.kernels.numerics import magnitude_bits, quantize_dynamic, scale_of_amax, two_levels
-from oss_fused.kernels.pipeline import free_previous, meet, next_slot, view_as
-from oss_fused.kernels.ring import WIDTH, ring_layout
+from oss_fused.kernels.pipeline import meet, next_slot, view_as
+from oss_fused.kernels.ring import WIDTH, add_stage, ring_layout
 
 # the fewest rows of tokens that a product takes
 TILE_ROWS = 8
@@ -87,7 +85,7 @@ def sum_parts(ring, k, LEVELS: gl.constexpr):
 
     Sums of a part are in its columns of the first copy, the others are 0.
     """
-    tiles, weights, full, empty = ring
+    tiles, weights, full, _empty = ring
     STAGES: gl.constexpr = full.type.shape[0]
     SLABS: gl.constexpr = weights.type.shape[0] // STAGES
     ROWS: gl.constexpr = weights.type.shape[1]
@@ -101,12 +99,7 @@ def sum_parts(ring, k, LEVELS: gl.constexpr):
     for part in range(0, gl.cdiv(k, PART)):
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=layout)
         for start in range(0, gl.minimum(k - part * PART, PART), SLABS * _WIDTH):
-            mbarrier.wait(full.index(slot), phase)
-            for slab in gl.static_range(SLABS):
-                x = tiles.index(start // _WIDTH + slab).permute((1, 0))
-                acc = warpgroup_mma(weights.index(slot * SLABS + slab), x, acc, is_async=True)
-            acc = warpgroup_mma_wait(SLABS, deps=[acc])
-            free_previous(empty, slot, STAGES, part + start > 0)
+            acc = add_stage(acc, ring, slot, phase, start // _WIDTH, part + start > 0)
             slot, phase = next_slot(slot, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         total = gl.where((of_part == part)[None, :], acc, total)

@@ -39,8 +39,6 @@ _SHARED_MEMORY = 228 * 1024
 _RESERVED = 4 * 1024
 # rows of weights in a tile of slices, and most columns of a tile
 _TILE_ROWS, _MAX_COLUMNS = 64, 256
-# columns of a row that a CTA quantises: four of its warps hold them
-MOST_QUANTISED = 16384
 # columns up to which all rows of a tile of tokens have codes of the same columns (codes.py)
 _COPIED = 4096
 # where threads exchange float32 sums
@@ -249,8 +247,7 @@ def gemm_stream(
 
     With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``. A CTA has
     ``slices`` (1, 2 or 4) slices of K of 64 / slices weight rows, or one slice of ``block_n``.
-    Without ``a_scale``, ``a`` is one row of 16 bits and at most MOST_QUANTISED columns, which each
-    CTA quantises.
+    Without ``a_scale``, ``a`` is one row of 16 bits, which each CTA quantises.
 
     Raises:
         TritonKernelError: shared memory does not hold the tile, or a size does not fit ``slices``.

@@ -28,11 +28,12 @@ KERNELS: dict[str, Callable[..., None]] = {
 # those that can ask for weights before they wait for the kernels ahead
 PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 
-# one launch that quantises in every CTA beats two launches up to so many rows and outputs, and
-# where K is a multiple of the block: the prologue repeats in every CTA. Measured in a chain of
-# decoder layers; launched alone, again and again, it looks better than it is
+# rows and outputs up to which gemv.py that quantises beats two launches; measured in a chain of
+# decoder layers: launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
+# columns of a row that the CTAs of stream.py quantise: their registers hold them
+MOST_QUANTISED = 16384
 # bytes of weights that the shared memory of a CTA holds, about
 _RING = 192 * 1024
 
@@ -57,18 +58,30 @@ def _tile(device: torch.device, m: int, n: int, k: int, cublaslt: bool = False) 
     return dict(tiles.choose_gemm_config(device, m, n, k, runs_gluon(device), cublaslt))
 
 
-def _fusible(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        0 < rows.shape[0] <= FUSED_ROWS
-        and weight.shape[0] <= FUSED_OUTPUTS
-        and rows.dtype != torch.float32
-        and rows.stride(0) % 16 == 0
-        and has_aligned_rows(rows)
-        and has_aligned_rows(weight)
-    )
+def _one_launch(rows: torch.Tensor, weight: torch.Tensor, levels: int) -> dict[str, Any] | None:
+    """Kernel and tile of a product that quantises ``rows`` itself; None where two launches win.
+
+    The prologue repeats in every CTA. Those of the stream kernel hide it where they have more
+    weights than their shared memory holds and one wave of them has all outputs.
+    """
+    (m, k), n, device = rows.shape, weight.shape[0], rows.device
+    if m == 0 or k == 0 or rows.dtype == torch.float32:
+        return None
+    if not (has_aligned_rows(rows) and has_aligned_rows(weight)):
+        return None
+    choose = tiles.choose_gemm_config if levels == 1 else tiles.choose_two_levels
+    config = dict(choose(device, m, n, k, runs_gluon(device)))
+    if config["kernel"] == "stream":
+        of_cta = config.get("block_n", 64) // config.get("slices", 1) * k
+        fits = m == 1 and k <= MOST_QUANTISED and n <= tiles.ONE_WAVE and of_cta > _RING
+    else:
+        fits = config["kernel"] == "gemv" and levels == 1 and m <= FUSED_ROWS
+        fits = fits and n <= FUSED_OUTPUTS and rows.stride(0) % 16 == 0
+        fits = fits and k % config["block_k"] == 0
+    return config if fits else None
 
 
-def linear_of_one_row(
+def linear_in_one_launch(
     rows: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -76,27 +89,15 @@ def linear_of_one_row(
     prefetch_weights: bool,
     levels: int,
 ) -> torch.Tensor | None:
-    """fp8_linear in a launch whose CTAs quantise the row themselves; None where that does not pay.
-
-    It does for one wave of CTAs that have more weights than their shared memory holds: others
-    arrive while they quantise.
-    """
-    (m, k), n, device = rows.shape, weight.shape[0], rows.device
-    if m != 1 or k == 0 or rows.dtype == torch.float32 or not runs_gluon(device):
+    """fp8_linear of few rows whose product quantises them; None where two launches are faster."""
+    config = _one_launch(rows, weight, levels)
+    if config is None:
         return None
-    if not (has_aligned_rows(rows) and has_aligned_rows(weight)):
-        return None
-    from oss_fused.kernels.gemm.stream import MOST_QUANTISED, gemm_stream
-
-    choose = tiles.choose_gemm_config if levels == 1 else tiles.choose_two_levels
-    tile = dict(choose(device, m, n, k, True))
-    if tile.pop("kernel") != "stream" or k > MOST_QUANTISED or n > tiles.ONE_WAVE:
-        return None
-    if tile.get("block_n", 64) // tile.get("slices", 1) * k <= _RING:
-        return None
-    out = torch.empty(m, n, dtype=rows.dtype, device=device)
-    tile |= {"prefetch_weights": prefetch_weights, "levels": levels}
-    gemm_stream(rows, weight, None, weight_scale, bias, out, **tile)
+    config |= {"prefetch_weights": prefetch_weights, "levels": levels}
+    out = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device=rows.device)
+    kernels(rows.device)[config.pop("kernel")](
+        rows, weight, None, weight_scale, bias, out, **config
+    )
     return out
 
 
@@ -168,18 +169,11 @@ def fp8_linear(
     n, k = weight.shape
     rows, levels = as_rows(x), None
     few = k > 0 and has_two_levels(rows.shape[0], bf16_rows)
-    if input_scale is None and not few and _fusible(rows, weight):
-        config = _tile(x.device, rows.shape[0], n, k)
-        if config.pop("kernel") == "gemv" and k % config["block_k"] == 0:
-            out = torch.empty(rows.shape[0], n, dtype=x.dtype, device=x.device)
-            config["prefetch_weights"] = prefetch_weights
-            gemm_gemv(rows, weight, None, weight_scale, bias, out, **config)
-            return out.view(*x.shape[:-1], n)
     if input_scale is None:
         operands = (rows, weight, weight_scale, bias, prefetch_weights)
-        one = linear_of_one_row(*operands, 2 if few else 1)
-        if one is not None:
-            return one.view(*x.shape[:-1], n)
+        out = linear_in_one_launch(*operands, 2 if few else 1)
+        if out is not None:
+            return out.view(*x.shape[:-1], n)
     if few:
         levels, scale = quantize_levels(rows)
         q = levels[::2]

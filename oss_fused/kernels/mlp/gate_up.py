@@ -7,7 +7,7 @@ import torch
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import FP8, has_aligned_rows
-from oss_fused.kernels.gemm.triton import fp8_gemm, linear_of_one_row
+from oss_fused.kernels.gemm.triton import fp8_gemm, linear_in_one_launch
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
 
@@ -50,7 +50,7 @@ def mlp_fp8(
         from oss_fused.kernels.mlp.gate_up_stream import gate_up_stream
 
         y, part_amax = gate_up_stream(*operands)
-        out = linear_of_one_row(y, down_weight, down_scale, bias, prefetch_weights, 1)
+        out = linear_in_one_launch(y, down_weight, down_scale, bias, prefetch_weights, 1)
         if out is not None:
             return out
         q, scale = _codes(y, part_amax)
