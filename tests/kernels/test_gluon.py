@@ -145,6 +145,20 @@ def test_a_row_that_the_product_quantises(hopper, n, k, config, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(("k", "slices"), [(992, 1), (4096, 2), (5120, 4)])
+def test_codes_of_a_row_that_the_product_quantises(hopper, k, slices, levels):
+    """A weight of ones on its diagonal: each result is the value of one column's code."""
+    row = torch.randn(1, k, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.eye(k, device=CUDA).to(FP8)
+    out, one = torch.empty_like(row), torch.ones(1, device=CUDA)
+    config = {"block_m": 8, "ctas": 1, "slices": slices, "levels": levels}
+    kernels(CUDA)["stream"](row, weight, None, one, None, out, **config)
+    want = get_kernel("torch", "fp8_linear")(row, weight, one, None, None, False, levels - 1)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_dense_mlp(hopper, m):
     """One token without a launch between both products, two with one."""

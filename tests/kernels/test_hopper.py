@@ -91,6 +91,17 @@ def test_two_levels_are_one_product_of_the_fastest_kernel(case, product, compile
     assert (quantise, multiply) == ("_quantize_row_kernel", product)
 
 
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("mlp 1", ["_gate_up_stream_kernel", "_gemm_stream_kernel"]),
+        ("o_proj of Llama 1, two levels", ["_gemm_stream_kernel"]),
+    ],
+)
+def test_one_row_is_quantised_by_its_product(case, names, compiled):
+    assert [kernel["name"] for kernel in compiled[case]] == names
+
+
 def test_every_operation_of_triton_is_here():
     named = {name for name, each in OPERATIONS.items() if "triton" in each.modules}
     assert {f"example of {name}" for name in named - {*NOT_WITHOUT_A_GPU}} <= set(CASES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""act_mul_quant, gate_up_quant and gated_mlp against their references and their formulas."""
+"""act_mul_quant, gate_up_quant, mlp_fp8, gated_mlp against their references and formulas."""
 
 import pytest
 import torch

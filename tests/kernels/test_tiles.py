@@ -178,6 +178,25 @@ def test_sizes_that_no_tile_has(wrong, message):
         gemm_stream(a, b, scale, scale, None, out, **{"block_m": 8, "ctas": 1} | wrong)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "block_k", "message"),
+    [
+        ((2, 512), torch.bfloat16, 256, r"a=torch.bfloat16 \[2, 512\]: expected one row"),
+        ((1, 16400), torch.float16, 256, "at most 16384 columns without a_scale"),
+        ((1, 512), torch.float32, 256, "of 16 bits"),
+        ((1, 512), torch.bfloat16, 384, "block_k=384: expected a power of two without a_scale"),
+    ],
+)
+def test_rows_that_no_product_quantises(shape, dtype, block_k, message):
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.gemm.stream import gemm_stream
+
+    b, scale = torch.empty(256, shape[1]).to(FP8), torch.ones(1)
+    out = torch.empty(shape[0], 256, dtype=torch.bfloat16)
+    with pytest.raises(TritonKernelError, match=message):
+        gemm_stream(torch.empty(shape, dtype=dtype), b, None, scale, None, out, 8, 64, block_k, 1)
+
+
 def test_one_stage_holds_a_short_row():
     pytest.importorskip("triton.experimental.gluon")
     tile = {"block_m": 8, "block_n": 128, "block_k": 512, "ctas": 2}

@@ -46,27 +46,39 @@ def test_rows_of_each_operator(strategy):
     assert watcher._counts == [5]
 
 
-def test_rows_of_both_projections_of_a_dense_mlp():
-    """What the down projection reads leaves no operator."""
-    draw = [torch.randn(*shape).bfloat16() for shape in ((5, 64), (2 * 32, 64), (48, 32))]
+@pytest.mark.parametrize("rows", [5, 300])
+def test_rows_of_both_projections_of_a_dense_mlp(rows):
+    """What the down projection reads leaves no operator; no more rows are computed than noted."""
+    draw = [torch.randn(*shape).bfloat16() for shape in ((rows, 64), (2 * 32, 64), (48, 32))]
     (q, scale), (w, w_scale), (down, down_scale) = (
         torch.ops.oss_fused.quantize_fp8(tensor, None, "token") for tensor in draw
     )
     watcher = Monitor(1, rank=0)
     watcher._rows, watcher._counts = torch.zeros(2, 256), [0, 0]
-    watcher._index = {down.data_ptr(): 1, w.data_ptr(): 0}
     watcher.statistics = Statistics(["gate_up", "down"], [float("inf")] * 2, 0)
     gate_up = (q, w, scale, w_scale)
     between = torch.ops.oss_fused.gate_up_quant(*gate_up, torch.bfloat16, "silu")[1]
-    registration.set_observer(watcher.observe)
+    met = []
+
+    def observe(name, arguments):
+        met.append((name, arguments[0].shape[0]))
+        watcher.observe(name, arguments)
+
+    registration.set_observer(observe)
     try:
         operands = (*gate_up, down, down_scale, None, torch.bfloat16, "silu", True)
         torch.ops.oss_fused.mlp_fp8(*operands)
+        # nobody watches these weights
+        assert met == [("mlp_fp8", rows)]
+        watcher._index = {down.data_ptr(): 1, w.data_ptr(): 0}
+        torch.ops.oss_fused.mlp_fp8(*operands)
     finally:
         registration.set_observer(None)
-    assert watcher._counts == [5, 5]
-    torch.testing.assert_close(watcher._rows[0, :5], draw[0].float().abs().amax(-1))
-    torch.testing.assert_close(watcher._rows[1, :5], between.flatten() * 448)
+    kept = min(rows, 256)
+    assert met[1:] == [("mlp_fp8", rows), ("gate_up_quant", kept)]
+    assert watcher._counts == [kept, kept]
+    torch.testing.assert_close(watcher._rows[0, :kept], draw[0].float().abs().amax(-1)[:kept])
+    torch.testing.assert_close(watcher._rows[1, :kept], between.flatten()[:kept] * 448)
 
 
 @pytest.mark.parametrize("operator", ["fp8_gemm", "qkv_rope_kv"])

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from torch import nn
-from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 from oss_fused.kernels.moe.config import (
     ExpertShape,
@@ -193,6 +193,35 @@ def test_layers_of_two_levels_run_both_forms(monkeypatch):
         assert warm(0) == (one_level, one_level)
     finally:
         set_observer(None)
+
+
+@pytest.mark.parametrize(("rank", "skip"), [(0, False), (1, False), (0, True)])
+def test_ranks_run_with_the_bias_of_serving(monkeypatch, rank, skip):
+    """The first rank adds the bias for all; a skipped one is the caller's."""
+    monkeypatch.setattr(warmup, "_done", set())
+    layer = RowParallelLinear.__new__(RowParallelLinear)
+    nn.Module.__init__(layer)
+    layer.weight = torch.zeros(128, 64).to(torch.float8_e4m3fn).as_subclass(OnGpu)
+    layer.weight_scale, layer.oss_max_tokens = torch.ones(128, 1), 2
+    layer.bias, layer.tp_rank, layer.skip_bias_add = torch.zeros(128), rank, skip
+    given, rows = [], []
+
+    def observe(name, args):
+        if name == "fp8_linear":
+            given.append(args[4])
+            rows.append(args[0].shape[0])
+        if name == "fp8_gemm":
+            given.append(args[4])
+
+    set_observer(observe)
+    try:
+        warmup.warm_linear(layer, lambda layer, x, bias: given.append(bias), torch.bfloat16, False)
+    finally:
+        set_observer(None)
+    expected = None if rank or skip else layer.bias
+    # one row also as a dense MLP gives it
+    assert rows == [1] and len(given) == 5
+    assert all(bias is expected for bias in given)
 
 
 def test_once_for_each_key(monkeypatch):

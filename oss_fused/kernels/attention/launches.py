@@ -24,8 +24,8 @@ class Launch(NamedTuple):
 
 
 # (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
-# beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md), of few sequences
-# with large heads in a chain of layers (docs/results/notes/decode.md)
+# beyond: the fastest on an H200 over contexts of 128 to 32768 (docs/decode.md), up to 32 with large
+# heads in a chain of layers (docs/results/notes/decode.md)
 _PROGRAMS = (8, 32, 64, 512)
 _LAUNCHES = {
     (False, False): (

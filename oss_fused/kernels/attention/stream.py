@@ -45,7 +45,7 @@ from oss_fused.kernels.pipeline import barriers_of, copy_box, meet, next_slot, s
 _LOG2E = gl.constexpr(1.4426950408889634)
 # below every logit; finite, because a sequence may have no position
 _LEAST = gl.constexpr(-3.4028234663852886e38)
-# positions from which a program has one tile less under way: memory then reads 0.3 to 1.5 % faster
+# positions above which a program has one tile less under way: memory reads up to 1.5 % faster then
 _LONG = gl.constexpr(512)
 # 16-bit columns of 128 bytes, the widest box that TMA swizzles
 _COLUMNS = 64

@@ -33,6 +33,7 @@ from oss_fused.kernels.ring import (
     ring_layout,
     sum_ring,
 )
+from oss_fused.kernels.tiles import MOST_QUANTISED
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
@@ -228,6 +229,15 @@ def _check_tile(block_m: int, block_n: int, block_k: int, slices: int) -> None:
         )
 
 
+def _check_row(a: torch.Tensor, block_k: int) -> None:
+    """What a product takes that quantises."""
+    if a.shape[0] != 1 or a.shape[1] > MOST_QUANTISED or a.element_size() != 2:
+        expected = f"one row of 16 bits and at most {MOST_QUANTISED} columns without a_scale"
+        raise TritonKernelError(f"a={a.dtype} {list(a.shape)}: expected {expected}")
+    if block_k & (block_k - 1):
+        raise TritonKernelError(f"block_k={block_k}: expected a power of two without a_scale")
+
+
 def gemm_stream(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -250,9 +260,12 @@ def gemm_stream(
     Without ``a_scale``, ``a`` is one row of 16 bits, which each CTA quantises.
 
     Raises:
-        TritonKernelError: shared memory does not hold the tile, or a size does not fit ``slices``.
+        TritonKernelError: shared memory does not hold the tile, a size does not fit ``slices``, or
+            a CTA cannot quantise ``a``.
     """
     _check_tile(block_m, block_n, block_k, slices)
+    if a_scale is None:
+        _check_row(a, block_k)
     k = a.shape[1]
     m, n = out.shape
     wide = out.element_size() > 2

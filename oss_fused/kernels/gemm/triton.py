@@ -32,8 +32,6 @@ PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 # decoder layers: launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
-# columns of a row that the CTAs of stream.py quantise: their registers hold them
-MOST_QUANTISED = 16384
 # bytes of weights that the shared memory of a CTA holds, about
 _RING = 192 * 1024
 
@@ -65,7 +63,7 @@ def _one_launch(rows: torch.Tensor, weight: torch.Tensor, levels: int) -> dict[s
     weights than their shared memory holds and one wave of them has all outputs.
     """
     (m, k), n, device = rows.shape, weight.shape[0], rows.device
-    if m == 0 or k == 0 or rows.dtype == torch.float32:
+    if m == 0 or n == 0 or k == 0 or rows.dtype == torch.float32:
         return None
     if not (has_aligned_rows(rows) and has_aligned_rows(weight)):
         return None
@@ -73,7 +71,7 @@ def _one_launch(rows: torch.Tensor, weight: torch.Tensor, levels: int) -> dict[s
     config = dict(choose(device, m, n, k, runs_gluon(device)))
     if config["kernel"] == "stream":
         of_cta = config.get("block_n", 64) // config.get("slices", 1) * k
-        fits = m == 1 and k <= MOST_QUANTISED and n <= tiles.ONE_WAVE and of_cta > _RING
+        fits = m == 1 and k <= tiles.MOST_QUANTISED and n <= tiles.ONE_WAVE and of_cta > _RING
     else:
         fits = config["kernel"] == "gemv" and levels == 1 and m <= FUSED_ROWS
         fits = fits and n <= FUSED_OUTPUTS and rows.stride(0) % 16 == 0

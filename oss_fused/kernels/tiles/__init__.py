@@ -31,6 +31,8 @@ _LONG = 8192
 _WAVE = 132
 # outputs that tiles of 64 have in one wave
 ONE_WAVE = 64 * _WAVE
+# columns of a row that each CTA of a product can quantise: its registers hold them
+MOST_QUANTISED = 16384
 # outputs whose tiles of 32 rows fill more than half of a wave and begin no second one; others were
 # not measured
 _SLICED_OUTPUTS = range(16 * _WAVE + 1, 32 * _WAVE + 1)

@@ -75,7 +75,7 @@ def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
     key = get_input_quant_key(mlp.down_proj)
     if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
         return mlp.down_proj(mlp.act_fn(projection(x)[0]))[0]
-    if isinstance(x, QuantizedActivation) and _takes_codes(mlp, x):
+    if isinstance(x, QuantizedActivation) and _is_one_operator(mlp, x):
         weights = (projection.weight, projection.weight_scale)
         joined = MlpInput(x.data, x.scale, x.orig_dtype, x.orig_shape, key, *weights)
         return mlp.down_proj(joined)[0]
@@ -87,7 +87,7 @@ def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
     return mlp.down_proj(quantised)[0]
 
 
-def _takes_codes(mlp: Any, x: QuantizedActivation) -> bool:
+def _is_one_operator(mlp: Any, x: QuantizedActivation) -> bool:
     """Whether one operator may run the MLP: no bias of gate_up, a scale per token, a GPU."""
     projection = mlp.gate_up_proj
     return (

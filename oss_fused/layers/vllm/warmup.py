@@ -128,14 +128,22 @@ def warm_linear(
     if not weight.is_cuda:
         return
     n, k = weight.shape
-    bias = getattr(layer, "bias", None)
     static = getattr(layer, "input_scale", None)
-    kind = (n, k, bias is None, static is None, weight_only, bf16_rows)
+    by_rows = isinstance(layer, RowParallelLinear)
+    kind = (n, k, _bias_of(layer) is None, static is None, weight_only, bf16_rows, by_rows)
     key = ("linear", *kind, dtype, weight.device)
     if key in _done:
         return
     _done.add(key)
     when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, bf16_rows))
+
+
+def _bias_of(layer: Any) -> torch.Tensor | None:
+    """The bias that the layer's ``forward`` gives its method: the first rank's adds it for all."""
+    of_first = isinstance(layer, RowParallelLinear) and layer.tp_rank > 0
+    if of_first or getattr(layer, "skip_bias_add", False):
+        return None
+    return getattr(layer, "bias", None)
 
 
 def _run_linear(
@@ -145,9 +153,8 @@ def _run_linear(
     weight_only: bool,
     bf16_rows: int,
 ) -> None:
-    weight = layer.weight
+    weight, bias = layer.weight, _bias_of(layer)
     n, k = weight.shape
-    bias = getattr(layer, "bias", None)
     static = getattr(layer, "input_scale", None)
     gain = torch.ones(k, dtype=dtype, device=weight.device)
     after_norm = (QKVParallelLinear, MergedColumnParallelLinear)

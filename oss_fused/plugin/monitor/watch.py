@@ -129,14 +129,13 @@ class Monitor:
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
         """Note the magnitudes of an operator's input; see kernels.op.set_observer."""
+        if self._rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         if operator == "mlp_fp8":
-            # what the down projection reads leaves no operator; the call notes what gate_up reads
-            *gate_up, down_weight, _, _, dtype, activation = arguments[:9]
-            codes, scale = torch.ops.oss_fused.gate_up_quant(*gate_up, dtype, activation)
-            self.observe("fp8_gemm", (codes, down_weight, scale))
+            self._observe_mlp(*arguments)
             return
         at = _WEIGHT_AT.get(operator)
-        if at is None or (self._rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if at is None:
             return
         index = self._index.get(arguments[at].data_ptr())
         if index is None:
@@ -152,6 +151,25 @@ class Monitor:
             amax = x.float().abs().amax(-1) * arguments[2]
         self._rows[index, : len(x)] = amax
         self._counts[index] = len(x)
+
+    def _observe_mlp(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        down_weight: torch.Tensor,
+        down_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        *options: Any,
+    ) -> None:
+        """What the down projection reads leaves no operator: compute it again for the sample."""
+        if down_weight.data_ptr() not in self._index:
+            return
+        # the call is noted as gate_up's; its options are those that kernels are compiled for
+        gate_up = (x[:_ROWS], weight, x_scale[:_ROWS], weight_scale)
+        codes, scale = torch.ops.oss_fused.gate_up_quant(*gate_up, *options)
+        self.observe("fp8_gemm", (codes, down_weight, scale))
 
     @staticmethod
     def _largest(operator: str, x: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
