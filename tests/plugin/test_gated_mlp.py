@@ -3,8 +3,10 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from oss_fused.layers.vllm import decoder, linear
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
@@ -35,18 +37,20 @@ class Projection:
 
 
 class Down:
-    """The down projection behind it."""
+    """The down projection behind it, of a rank of two."""
 
-    def __init__(self, method=OssFp8LinearMethod):
+    input_is_parallel, skip_bias_add, reduce_results, return_bias = True, False, False, True
+    tp_size = 2
+    __call__ = RowParallelLinear.forward
+
+    def __init__(self, method=OssFp8LinearMethod, rank=0):
+        self.tp_rank = rank
         draw = torch.Generator().manual_seed(2)
         weight = torch.randn(HIDDEN, INNER, generator=draw)
         self.weight_scale = weight.abs().amax(1, keepdim=True) / 448
         self.weight = (weight / self.weight_scale).to(torch.float8_e4m3fn)
         self.quant_method = method(FP8_DYNAMIC, True, "down_proj")
         self.bias = torch.linspace(-1, 1, HIDDEN).bfloat16()
-
-    def __call__(self, x):
-        return self.quant_method.apply(self, x, self.bias), None
 
 
 def run(projection, monkeypatch, down=None):
@@ -77,9 +81,11 @@ def run(projection, monkeypatch, down=None):
     return decoder.gated_mlp(mlp, quantised)
 
 
-def test_one_operator_gives_what_the_separate_ones_give(monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_operator_gives_what_the_separate_ones_give(monkeypatch, rank):
+    """Only the first rank adds the bias of the down projection."""
     joined, separate = Projection(), Projection(bias=torch.zeros(1))
-    got, want = run(joined, monkeypatch), run(separate, monkeypatch)
+    got, want = (run(one, monkeypatch, Down(rank=rank)) for one in (joined, separate))
     assert (joined.calls, joined.joined, separate.calls, separate.joined) == (0, 1, 1, 0)
     assert torch.equal(got, want)
     assert got.dtype == torch.bfloat16 and got.shape == (1, TOKENS, HIDDEN)

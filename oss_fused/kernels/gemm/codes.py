@@ -20,8 +20,8 @@ from oss_fused.kernels.pipeline import meet, next_slot, view_as
 from oss_fused.kernels.ring import WIDTH, add_stage, ring_layout
 
 # the fewest rows of tokens that a product takes
-TILE_ROWS = 8
-_ROWS, _WIDTH = gl.constexpr(TILE_ROWS), gl.constexpr(WIDTH)
+LEAST_ROWS = 8
+_ROWS, _WIDTH = gl.constexpr(LEAST_ROWS), gl.constexpr(WIDTH)
 
 
 @gluon.constexpr_function

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.errors import TritonKernelError
-from oss_fused.kernels.gemm.codes import TILE_ROWS, make_code_tiles, store_codes, sum_parts
+from oss_fused.kernels.gemm.codes import LEAST_ROWS, make_code_tiles, store_codes, sum_parts
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -238,6 +238,34 @@ def _check_row(a: torch.Tensor, block_k: int) -> None:
         raise TritonKernelError(f"block_k={block_k}: expected a power of two without a_scale")
 
 
+def _sizes(
+    k: int, tile: tuple[int, int, int, int], levels: int, slices: int, wide: bool, quantises: bool
+) -> tuple[int, dict[str, int]]:
+    """Columns of a slice of K, and what the kernel is compiled for.
+
+    ``tile``: block_m, block_n, block_k, ctas. ``wide``: results are float32. ``quantises``: codes
+    of all columns lie in shared memory.
+    """
+    block_m, block_n, block_k, ctas = tile
+    exchange = _EXCHANGE if wide or slices > 1 or quantises else 0
+    if wide:
+        # stages of half the bytes: two fit beside the exchange also where two programs share
+        block_k = min(block_k, WIDTH)
+    if quantises and k > _COPIED:
+        # codes leave less room to the ring: more stages of fewer bytes
+        block_k = min(block_k, 2 * WIDTH)
+    # whole steps: a box behind the last column brings zeros
+    length = cdiv(cdiv(k, slices), block_k) * block_k if slices > 1 else k
+    of_stage, tiles, parts = block_m * slices, 0, 1
+    if quantises:
+        parts = LEAST_ROWS // levels if k > _COPIED else 1
+        tiles = next_power_of_2(cdiv(length, parts * block_k)) * (block_k // WIDTH)
+        of_stage, exchange = 0, exchange + tiles * slices * LEAST_ROWS * WIDTH
+    stages = stream_stages(length, of_stage, block_n, block_k, ctas, exchange)
+    sizes = {"STAGES": stages, "SLABS": block_k // WIDTH, "SLICES": slices}
+    return length, sizes | {"TILES": tiles, "PARTS": parts}
+
+
 def gemm_stream(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -268,22 +296,8 @@ def gemm_stream(
         _check_row(a, block_k)
     k = a.shape[1]
     m, n = out.shape
-    wide = out.element_size() > 2
-    exchange = _EXCHANGE if wide or slices > 1 or a_scale is None else 0
-    if wide:
-        # stages of half the bytes: two fit beside the exchange also where two programs share
-        block_k = min(block_k, WIDTH)
-    if a_scale is None and k > _COPIED:
-        # codes leave less room to the ring: more stages of fewer bytes
-        block_k = min(block_k, 2 * WIDTH)
-    rows = block_n // slices
-    # whole steps: a box behind the last column brings zeros
-    length = cdiv(cdiv(k, slices), block_k) * block_k if slices > 1 else k
-    of_stage, tiles, parts = block_m * slices, 0, 1
-    if a_scale is None:
-        parts = TILE_ROWS // levels if k > _COPIED else 1
-        tiles = next_power_of_2(cdiv(length, parts * block_k)) * (block_k // WIDTH)
-        of_stage, exchange = 0, exchange + tiles * slices * TILE_ROWS * WIDTH
+    rows, tile = block_n // slices, (block_m, block_n, block_k, ctas)
+    length, sizes = _sizes(k, tile, levels, slices, out.element_size() > 2, a_scale is None)
     _gemm_stream_kernel[(cdiv(n, rows), cdiv(levels * m, block_m))](
         None if a_scale is None else descriptor(a, block_m, WIDTH),
         a if a_scale is None else None,
@@ -299,12 +313,8 @@ def gemm_stream(
         A_ROWS=a_scale is not None and a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         LEVELS=levels,
-        STAGES=stream_stages(length, of_stage, block_n, block_k, ctas, exchange),
-        SLABS=block_k // WIDTH,
-        SLICES=slices,
-        TILES=tiles,
-        PARTS=parts,
         PREFETCH=prefetch_weights,
+        **sizes,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,
         **pdl_options(a.device),
