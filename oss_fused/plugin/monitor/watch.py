@@ -132,7 +132,7 @@ class Monitor:
         if self._rows.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         if operator == "mlp_fp8":
-            self._observe_mlp(*arguments)
+            self._observe_mlp(arguments)
             return
         at = _WEIGHT_AT.get(operator)
         if at is None:
@@ -152,23 +152,14 @@ class Monitor:
         self._rows[index, : len(x)] = amax
         self._counts[index] = len(x)
 
-    def _observe_mlp(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight_scale: torch.Tensor,
-        down_weight: torch.Tensor,
-        down_scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        *options: Any,
-    ) -> None:
+    def _observe_mlp(self, arguments: tuple[Any, ...]) -> None:
         """What the down projection reads leaves no operator: compute it again for the sample."""
+        x, weight, x_scale, weight_scale, down_weight = arguments[:5]
         if down_weight.data_ptr() not in self._index:
             return
-        # the call is noted as gate_up's; its options are those that kernels are compiled for
+        # the call is noted as gate_up's; dtype and options are those that kernels are compiled for
         gate_up = (x[:_ROWS], weight, x_scale[:_ROWS], weight_scale)
-        codes, scale = torch.ops.oss_fused.gate_up_quant(*gate_up, *options)
+        codes, scale = torch.ops.oss_fused.gate_up_quant(*gate_up, *arguments[7:])
         self.observe("fp8_gemm", (codes, down_weight, scale))
 
     @staticmethod
