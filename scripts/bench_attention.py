@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 r"""Measure decode attention against FlashAttention 3 on one NVIDIA GPU: microseconds per layer.
 
-Each case is checked against FlashAttention's output, then both are timed in CUDA-graph replays
-over caches beyond L2. --queries is the number of tokens per sequence: 1, or 1 and the drafts that
-a step verifies. --sweep also times every launch worth trying, to find the rule in
+Each case is checked against FlashAttention's output, then both are timed in turn, in CUDA-graph
+replays over caches beyond L2. --queries is the number of tokens per sequence: 1, or 1 and the
+drafts that a step verifies. --sweep also times every launch worth trying, to find the rule in
 kernels/attention/launches.py. The lowest ratio of single tokens is merged into summary.json beside
 the output.
 
@@ -86,9 +86,10 @@ def figures(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
     """Times of one case in microseconds, and the difference of the results."""
-    from harness.attention_cases import candidates, time_case
+    from harness.attention_cases import REPLAYS, candidates, time_case
 
     from oss_fused.bench.accuracy import measure_error
+    from oss_fused.bench.timing import time_graphs
     from oss_fused.kernels.attention import triton as attention_decode
 
     row: dict[str, Any] = {
@@ -98,17 +99,19 @@ def measure(case: Any, bandwidth: float, sweep: bool) -> dict[str, Any]:
         "queries": case.queries,
         "ideal_us": case.ideal_bytes / bandwidth * 1e6,
         "launch": case.launch()._asdict(),
-        "native_us": time_case(case.native()),
     }
-    case.native()[0]()
+    contestants = {"native": case.native()}
+    contestants["native"][0]()
     native = case.out.clone()
     try:
         flash = case.flash()
         flash[0]()
         row["relative_l2"] = measure_error(native, case.out).relative_l2
-        row["flash_us"] = time_case(flash)
+        contestants["flash"] = flash
     except Exception as failure:
         row["flash_error"] = f"{type(failure).__name__}: {failure}"[:300]
+    times = time_graphs(contestants, REPLAYS)
+    row |= {f"{name}_us": times[name].median for name in contestants}
     if sweep:
         tried = {}
         for launch in candidates(case):

@@ -27,6 +27,8 @@ FP8 = torch.float8_e4m3fn
 PAGE = 16
 # vLLM's maximum number of splits in a CUDA graph
 _FA3_SPLITS = 32
+# of a case's graph
+REPLAYS = 10
 # positions of the largest case: more would not fit one pool
 MAX_POSITIONS = 128 * 8192
 
@@ -201,4 +203,4 @@ def candidates(case: Case) -> Iterator[Launch]:
 def time_case(calls: list[Callable[[], Any]]) -> float:
     """Median microseconds of one call."""
     calls[0]()
-    return time_graph(calls, replays=10).median
+    return time_graph(calls, REPLAYS).median

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,27 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_both_kernels_are_timed_in_turn(script, monkeypatch, flash):
+    timed = []
+
+    def time_graphs(contestants, replays):
+        timed.append((list(contestants), replays))
+        return {name: SimpleNamespace(median=float(len(name))) for name in contestants}
+
+    def without_vllm():
+        raise ImportError("no vLLM")
+
+    monkeypatch.setattr("oss_fused.bench.timing.time_graphs", time_graphs)
+    case = Case(SHAPES[0], 1, 16, make_pool(torch.device("cpu"), 1 << 20))
+    monkeypatch.setattr(case, "flash", case.native if flash else without_vllm)
+    row = script.measure(case, 1e12, sweep=False)
+    assert timed == [(["native", "flash"] if flash else ["native"], 10)]
+    assert row["native_us"] == 6.0 and row.get("flash_us") == (5.0 if flash else None)
+    assert row.get("relative_l2") == (0.0 if flash else None)
+    assert ("no vLLM" in row.get("flash_error", "")) != flash
 
 
 def test_the_figure_is_the_worst_cell_of_single_tokens(script):
