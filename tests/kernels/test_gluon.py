@@ -166,9 +166,9 @@ def test_a_dense_mlp(hopper, m):
     _, down, _, down_scale = operands(m, 4096, 14336)
     w_scale /= 4096
     for bias in (None, torch.randn(4096, device=CUDA)):
-        operands_ = (x, w, x_scale, w_scale, down, down_scale, bias, torch.bfloat16, "silu")
-        got = ops.mlp_fp8(*operands_)
-        codes, scale = ops.gate_up_quant(*operands_[:4], *operands_[7:])
+        arguments = (x, w, x_scale, w_scale, down, down_scale, bias, torch.bfloat16, "silu")
+        got = ops.mlp_fp8(*arguments)
+        codes, scale = ops.gate_up_quant(*arguments[:4], *arguments[7:])
         want = ops.fp8_gemm(codes, down, scale, down_scale, bias, torch.bfloat16)
         assert relative_error(got, want.double()) < 5e-3
 

@@ -25,14 +25,7 @@ from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import descriptor
-from oss_fused.kernels.ring import (
-    WIDTH,
-    load_ring,
-    make_ring,
-    make_tiles,
-    ring_layout,
-    sum_ring,
-)
+from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, ring_layout, sum_ring
 from oss_fused.kernels.tiles import MOST_QUANTISED
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers

@@ -28,8 +28,8 @@ KERNELS: dict[str, Callable[..., None]] = {
 # those that can ask for weights before they wait for the kernels ahead
 PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 
-# rows and outputs up to which gemv.py that quantises beats two launches; measured in a chain of
-# decoder layers: launched alone, again and again, it looks better than it is
+# rows up to which a product quantises them itself, and outputs up to which gemv.py does. Measured in
+# a chain of decoder layers: launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
 # bytes of weights that the shared memory of a CTA holds, about
@@ -63,7 +63,8 @@ def _one_launch(rows: torch.Tensor, weight: torch.Tensor, levels: int) -> dict[s
     weights than their shared memory holds and one wave of them has all outputs.
     """
     (m, k), n, device = rows.shape, weight.shape[0], rows.device
-    if m == 0 or n == 0 or k == 0 or rows.dtype == torch.float32:
+    # first: prompts have many rows, and what follows takes host time in each of their launches
+    if not 0 < m <= FUSED_ROWS or n == 0 or k == 0 or rows.dtype == torch.float32:
         return None
     if not (has_aligned_rows(rows) and has_aligned_rows(weight)):
         return None
@@ -73,7 +74,7 @@ def _one_launch(rows: torch.Tensor, weight: torch.Tensor, levels: int) -> dict[s
         of_cta = config.get("block_n", 64) // config.get("slices", 1) * k
         fits = m == 1 and k <= tiles.MOST_QUANTISED and n <= tiles.ONE_WAVE and of_cta > _RING
     else:
-        fits = config["kernel"] == "gemv" and levels == 1 and m <= FUSED_ROWS
+        fits = config["kernel"] == "gemv" and levels == 1
         fits = fits and n <= FUSED_OUTPUTS and rows.stride(0) % 16 == 0
         fits = fits and k % config["block_k"] == 0
     return config if fits else None
