@@ -28,8 +28,8 @@ KERNELS: dict[str, Callable[..., None]] = {
 # those that can ask for weights before they wait for the kernels ahead
 PREFETCHING = frozenset({"gemv", "stream", "swap", "cooperative"})
 
-# rows up to which a product quantises them itself, and outputs up to which gemv.py does. Measured in
-# a chain of decoder layers: launched alone, again and again, it looks better than it is
+# rows up to which a product quantises them itself, and outputs up to which gemv.py does. Measured
+# in a chain of decoder layers: launched alone, again and again, it looks better than it is
 FUSED_ROWS = 1
 FUSED_OUTPUTS = 3072
 # bytes of weights that the shared memory of a CTA holds, about
