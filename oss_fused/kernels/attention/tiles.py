@@ -131,7 +131,7 @@ def _load_tile(
 
 
 @triton.jit
-def _prefetch_tile(
+def prefetch_tile(
     keys,
     values,
     head,
@@ -219,7 +219,6 @@ def attend(
         if PAIRS:
             odd = tl.dot(weights, v_odd)
     else:
-        _prefetch_tile(keys, values, head, pages, begin, end, HEAD_DIM, BLOCK_N, WARPS, RUN)
         q = _load_queries(query, mask_q, HEAD_DIM, WARPS, DTYPE)
         for start in range(begin, end, BLOCK_N):
             k, v, v_odd = _load_tile(

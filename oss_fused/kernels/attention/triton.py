@@ -17,7 +17,8 @@ writes the result; otherwise each leaves its sum, maximum and weight in a scratc
 one that arrives last adds them up in order: one launch, no float atomics, the same bits each run.
 
 Keys and values are loaded after the wait for the kernel ahead: it writes the newest position of
-every sequence of the step, and a sequence that shares a full block may read another's.
+every sequence of the step, and a sequence that shares a full block may read another's. Those of a
+program's first tile come into L2 before it, ahead of the next kernel's weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from oss_fused.kernels.attention.launches import (
 )
 from oss_fused.kernels.attention.pages import load_pages, positions_in_a_page
 from oss_fused.kernels.attention.splits import Splits, gather, leave
-from oss_fused.kernels.attention.tiles import LEAST, attend
+from oss_fused.kernels.attention.tiles import LEAST, attend, prefetch_tile
 from oss_fused.kernels.cache import Heads, paged_cache
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
@@ -121,10 +122,20 @@ def logit_scale(softmax_scale, scales):
 
 
 @triton.jit
-def _normalize(best, total, acc, sinks, heads, in_group, v_scale):
-    """The weighted mean; a sink takes its share of the weight."""
+def _sinks_of(sinks, head, tokens, LANES: tl.constexpr, GROUP: tl.constexpr):
+    """The sink of each row of a program's tile [LANES], 0 for padding; None without sinks."""
+    sink = None
     if sinks is not None:
-        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        lanes = tl.arange(0, LANES)
+        sink = tl.load(sinks + head * GROUP + lanes % GROUP, mask=lanes < tokens * GROUP, other=0.0)
+    return sink
+
+
+@triton.jit
+def _normalize(best, total, acc, sink, v_scale):
+    """The weighted mean; a sink takes its share of the weight."""
+    if sink is not None:
+        sink = sink.to(tl.float32) * _LOG2E
         new_best = tl.maximum(best, sink, propagate_nan=tl.PropagateNan.ALL)
         shrink = tl.exp2(best - new_best)
         total = total * shrink + tl.exp2(sink - new_best)
@@ -132,7 +143,7 @@ def _normalize(best, total, acc, sinks, heads, in_group, v_scale):
     # a padding row has no position: its result is 0, not 0 / 0
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
-        result *= tl.load(v_scale)
+        result *= v_scale
     return result
 
 
@@ -142,7 +153,7 @@ def _finish(
     best,
     total,
     acc,
-    sinks,
+    sink,
     v_scale,
     head,
     row,
@@ -154,7 +165,7 @@ def _finish(
     lanes, columns = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     in_group = lanes < tokens * GROUP
     heads, rows = head * GROUP + lanes % GROUP, row + lanes // GROUP
-    result = _normalize(best, total, acc, sinks, heads, in_group, v_scale)
+    result = _normalize(best, total, acc, sink, v_scale)
     mask = in_group[:, None] & (columns < HEAD_DIM)[None, :]
     pointers = head_pointers(out, rows, heads, columns)
     tl.store(pointers, round_to(result, pointers.dtype.element_ty), mask=mask)
@@ -205,11 +216,15 @@ def _decode_attention_kernel(
     last = _last_seen(position, in_group, query_starts, GROUP)
     table = block_table + sequence * table_stride
     pages = load_pages(table, begin, end, keys.page_size, BLOCK_N, WARPS, RUN)
+    # L2 misses no write: the kernel ahead may still write keys and values that come into it
+    prefetch_tile(keys, values, head, pages, begin, end, HEAD_DIM, BLOCK_N, WARPS, RUN)
+    scale = logit_scale(softmax_scale, scales)
+    sink = _sinks_of(sinks, head, tokens, BLOCK_G, GROUP)
+    v_scale = None if scales.v is None else tl.load(scales.v)
     if HEAD_DIM <= 64:
         start_next()
     wait_for_inputs()
     mask_q = in_group[:, None] & (columns < HEAD_DIM)[None, :]
-    scale = logit_scale(softmax_scale, scales)
     best, total, acc = attend(
         head_pointers(query, rows, heads, columns),
         mask_q,
@@ -232,9 +247,10 @@ def _decode_attention_kernel(
         DTYPE,
     )
     if active == 1:
-        _finish(out, best, total, acc, sinks, scales.v, head, row, tokens, GROUP, HEAD_DIM)
+        _finish(out, best, total, acc, sink, v_scale, head, row, tokens, GROUP, HEAD_DIM)
     else:
         slot = tl.program_id(0).to(tl.int64) * HEADS + head
+        of_rows = _sinks_of(sinks, head, tokens, ROWS, GROUP)
         if leave(splits, slot, best, total, acc, in_group, ROWS) == active - 1:
             used = tl.arange(0, ROWS) < tokens * GROUP
             all_best, all_total, sums = gather(splits, slot, active, used, BLOCK_D, AT_ONCE, LEAST)
@@ -243,8 +259,8 @@ def _decode_attention_kernel(
                 all_best,
                 all_total,
                 sums,
-                sinks,
-                scales.v,
+                of_rows,
+                v_scale,
                 head,
                 row,
                 tokens,
