@@ -100,6 +100,9 @@ def add_rms_norm_router(
         # whole chunks of codes
         block = max(128, next_power_of_2(hidden))
         parts = 1 if part is None else cdiv(experts, part)
+        if codes.codes is not None:
+            # a program of its own, which has no expert: it takes as long as the logits do
+            parts += 1
         _add_rms_norm_router_kernel[(tokens, parts)](
             x,
             None if residual is None else residual.contiguous(),
