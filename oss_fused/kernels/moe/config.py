@@ -18,6 +18,9 @@ from oss_fused.kernels.integers import cdiv, next_power_of_2
 # all of the router's weights there; tokens up to which a program takes four experts (measured on an
 # H200)
 _NORM_AND_ROUTER, _LOGITS, _FOUR_EXPERTS = 128, 4096, 16
+# tokens up to which moe/few.py has w13 and w2 (measured on an H200: w13 of three and four tokens
+# takes as long as in gemm.py)
+_FEW_GATE_UP, _FEW_DOWN = 2, 4
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
@@ -165,14 +168,24 @@ def _down_tile(tokens: int, shape: ExpertShape) -> Tile:
 
 
 def takes_few(config: MoEConfig, tokens: int, hidden: int, inter: int) -> bool:
-    """Whether w2's kernel for few tokens runs (moe/few.py).
+    """Whether w2's kernel for few tokens runs (moe/few.py)."""
+    return config.few and tokens <= _FEW_DOWN and hidden % 64 == 0 and _fits_few(inter)
 
-    Its steps of two chunks divide K, no share of K is empty, and a share fits shared memory.
-    """
-    chunks = inter // 128
-    return (
-        config.few and tokens <= 4 and hidden % 64 == 0 and chunks % 2 == 0 and 10 <= chunks <= 64
-    )
+
+def takes_few_gate_up(config: MoEConfig, tokens: int, hidden: int) -> bool:
+    """Whether w13's kernel for few tokens runs (moe/few.py)."""
+    return config.few and tokens <= _FEW_GATE_UP and _fits_few(hidden)
+
+
+def _fits_few(columns: int) -> bool:
+    """Whether steps of two chunks divide K, no share of it is empty, and one fits shared memory."""
+    chunks = columns // 128
+    return chunks % 2 == 0 and 10 <= chunks <= 64
+
+
+def few_rows(tokens: int) -> int:
+    """Tokens of a tile of moe/few.py, for which its kernels are compiled; 0 where it has none."""
+    return 0 if tokens > _FEW_DOWN else tokens if tokens <= 2 else 4
 
 
 def fp8_rows(pairs: int, experts: int) -> int:
@@ -193,7 +206,8 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     by_pair = any(config.sorted_codes for config in configs)
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
     alone = is_unrouted(tokens, shape.global_experts)
-    return (fp8, *configs, chunk, alone, *_routing(tokens, shape.global_experts))
+    routing = _routing(tokens, shape.global_experts)
+    return (fp8, *configs, chunk, alone, few_rows(tokens), *routing)
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:

@@ -173,7 +173,7 @@ def row_scale(words):
 
 
 @gluon.jit
-def _activation_position(column):
+def activation_position(column):
     """As activation_position of moe/tile.py."""
     within = column % 128
     return (
@@ -186,7 +186,7 @@ def _activation_position(column):
 
 
 @gluon.jit
-def _activate(gate, up):
+def activate(gate, up):
     """Clamped SwiGLU, ``gate * sigmoid(1.702 * gate) * (up + 1)``; NaN passes through.
 
     Triton's clamps, exponential and division treat NaN and denormal results with a third of the
@@ -212,7 +212,7 @@ def store_codes(
 ):
     """Codes [P, LEVELS, OP] of the activation of gates and ups [32, tokens]."""
     TOKENS: gl.constexpr = gate.type.shape[1]
-    act = _activate(gate, up)
+    act = activate(gate, up)
     stored: gl.constexpr = _stored_layout(TOKENS, LEVELS)
     if LEVELS == 2:
         # values of 16 bits take one exchange, the codes of both levels would take two
@@ -222,7 +222,7 @@ def store_codes(
     column = group * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
     rows = (begin + token).to(gl.int64) * (LEVELS * OP)
-    pointers = out + rows[None, :] + _activation_position(column)[:, None]
+    pointers = out + rows[None, :] + activation_position(column)[:, None]
     mask = (token < count)[None, :] & (column >= 0)[:, None]
     gl.store(pointers, gl.convert_layout(first, stored), mask=mask)
     if LEVELS == 2:
@@ -233,7 +233,7 @@ def store_codes(
         if group == LAST:
             for block in gl.static_range(LAST + 1, OP // 32):
                 pad = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
-                pointers = out + rows[None, :] + _activation_position(pad)[:, None]
+                pointers = out + rows[None, :] + activation_position(pad)[:, None]
                 zero = gl.zeros([32, TOKENS], gl.uint8, layout=stored)
                 zero = zero.to(gl.float8e4nv, bitcast=True)
                 for level in gl.static_range(LEVELS):

@@ -20,6 +20,7 @@ from oss_fused.kernels.moe.config import (
     choose_config,
     is_unrouted,
     takes_few,
+    takes_few_gate_up,
 )
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
@@ -183,6 +184,13 @@ def gate_up(
     if config.sorted_codes:
         codes, weights = (routing.codes, routing.scale), (w13, w13_scale, w13_bias)
         _gluon_product(config)(*codes, *weights, act, routing, hidden, dtype, config.rows)
+        return act, None
+    tokens = routing.scale.shape[0]
+    if takes_few_gate_up(config, tokens, hidden):
+        from oss_fused.kernels.moe.few import gate_up_few
+
+        few = (routing, w13, w13_scale, w13_bias, act, (tokens, tiles, chosen), top_k)
+        gate_up_few(*few, hidden, dtype)
         return act, None
     product = _product(w13, hidden, config.gate_up, config, levels)
     _gate_up_kernel[(cdiv(rows // 64, product.groups), tiles)](
