@@ -19,6 +19,7 @@ Exit codes: 0 measured, 1 no GPU or a process failed, 2 bad arguments.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -57,12 +58,15 @@ def _checkout(text: str) -> Path:
 
 def work(arguments: argparse.Namespace) -> int:
     """For each number of tokens read from stdin print microseconds per layer, until stdin ends."""
-    sys.path.insert(0, str(arguments.worker))
     import torch
     from harness.layers import SHAPES, Chain
 
+    import oss_fused
     from oss_fused.bench.timing import capture
 
+    found = Path(oss_fused.__file__).resolve().parents[1]
+    if found != arguments.worker.resolve():
+        raise SystemExit(f"oss_fused is imported from {found}: expected {arguments.worker}")
     chain = Chain(SHAPES[arguments.model], arguments.layers, torch.device("cuda"))
     graphs: dict[int, Any] = {}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -104,15 +108,22 @@ def ask(worker: subprocess.Popen[str], tokens: int) -> float:
     return float(answer)
 
 
+def _start(root: Path) -> subprocess.Popen[str]:
+    """A process that measures the package of the checkout ``root``."""
+    # the command line's own modules import the package already
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--worker", str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
 def measure(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
     """A row for each number of tokens: median, least and greatest of each checkout's turns."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
-    workers = {
-        name: subprocess.Popen(
-            [*command, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for name, root in checkouts.items()
-    }
+    workers = {name: _start(root) for name, root in checkouts.items()}
     rows = []
     try:
         for tokens in arguments.tokens:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_layers.py"
-# stands for a worker: its root's name says how long its layers take
+# stands for a worker: the package that it imports says how long its layers take
 WORKER = """
 import sys
-scale = {"fast": 10.0, "slow": 20.0}[sys.argv[-1].split("/")[-1]]
+from oss_fused import scale
 for turn, line in enumerate(sys.stdin):
     print(999.0 if turn == 0 else scale + turn / 10, flush=True)
 """
@@ -34,11 +34,23 @@ def test_checkouts_take_turns(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_layers.py"])
     arguments = script.build_parser().parse_args(["--tokens", "8", "--turns", "3"])
     roots = {"here": tmp_path / "fast", "against": tmp_path / "slow"}
+    for root, scale in zip(roots.values(), (10.0, 20.0), strict=True):
+        (root / "oss_fused").mkdir(parents=True)
+        (root / "oss_fused" / "__init__.py").write_text(f"scale = {scale}")
+    # as where the package is installed
+    monkeypatch.setenv("PYTHONPATH", str(PATH.parents[1]))
     (row,) = script.measure(arguments, roots)
     # the first turn, which compiles, does not count
     assert row["here"] == {"us": 10.2, "min": 10.1, "max": 10.3}
     assert row["against"]["us"] == 20.2
     assert "1.980x" in capsys.readouterr().out
+
+
+def test_another_package_than_the_checkout_is_refused(script, tmp_path):
+    """Both processes would time the same one."""
+    arguments = script.build_parser().parse_args(["--worker", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"expected {tmp_path}"):
+        script.work(arguments)
 
 
 def test_models_are_those_that_have_a_shape(script):
