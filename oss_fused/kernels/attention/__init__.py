@@ -16,8 +16,9 @@ Args of the operator:
     window: positions that a query sees, itself included; 0 for all.
     sinks: [Hq], a logit of each head that takes weight and adds no value.
     q_scale, k_scale, v_scale: float32 dequantisation multipliers of one element.
-    prefetch_table: the caller vouches that no kernel still running writes block_table, seq_lens
-        or query_starts (kernels/gemm): they are read before the kernels ahead have finished.
+    prefetch_table: the caller vouches that no kernel still running writes block_table, seq_lens,
+        query_starts, sinks or the scales (kernels/gemm): they are read before the kernels ahead
+        have finished.
     query_starts: [S + 1] int32, first row of each sequence, then the number of rows; None where
         each of T sequences has one row. A query sees the positions up to its own.
     max_query_len: most rows that a sequence has.
