@@ -66,10 +66,12 @@ def test_equals_reference(device, lens, window, sinks):
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-def test_splits_have_a_least_size(device, monkeypatch):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_splits_have_a_least_size(device, monkeypatch, sinks):
     few = Launch(splits=4, block_n=64, warps=4, min_tiles=2)
     monkeypatch.setattr(attention_decode, "launch_for", lambda *_: few)
-    expected, actual = both(make(device, [300, 100, 520, 64]))
+    sink = torch.linspace(-1, 4, 8, device=device).bfloat16() if sinks else None
+    expected, actual = both(make(device, [300, 100, 520, 64]), sinks=sink)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 

@@ -183,11 +183,6 @@ def _fits_few(columns: int) -> bool:
     return chunks % 2 == 0 and 10 <= chunks <= 64
 
 
-def few_rows(tokens: int) -> int:
-    """Tokens of a tile of moe/few.py, for which its kernels are compiled; 0 where it has none."""
-    return 0 if tokens > _FEW_DOWN else tokens if tokens <= 2 else 4
-
-
 def fp8_rows(pairs: int, experts: int) -> int:
     """Tokens of a tile of FP8 experts, from the mean number of pairs an expert gets."""
     mean = pairs / experts
@@ -206,8 +201,7 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     by_pair = any(config.sorted_codes for config in configs)
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
     alone = is_unrouted(tokens, shape.global_experts)
-    routing = _routing(tokens, shape.global_experts)
-    return (fp8, *configs, chunk, alone, few_rows(tokens), *routing)
+    return (fp8, *configs, chunk, alone, *_routing(tokens, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:

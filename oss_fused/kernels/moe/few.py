@@ -21,7 +21,6 @@ from oss_fused.kernels.launch import (
     wait_for_inputs,
     wait_unless,
 )
-from oss_fused.kernels.moe.config import few_rows
 from oss_fused.kernels.moe.few_tile import (
     COLUMNS,
     STEP_CHUNKS,
@@ -351,7 +350,7 @@ def down_few(
         pairs,
         N=rows,
         K=inner,
-        PER=few_rows(tokens),
+        PER=tokens if tokens <= 2 else 4,
         SHARES=shares,
         EXPERTS=experts,
         PREFETCH=prefetch_weights,
