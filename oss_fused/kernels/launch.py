@@ -13,8 +13,8 @@ A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so
 kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer
 of Llama-8B took 78 us so instead of 72 for one token). The small kernels between two of them
 (norms, attention, routing, quantisation) call it first: the next weights are on their way while
-they run. Attention with large heads calls it behind its first loads. docs/results/notes/decode.md
-has the times.
+they run. Attention with large heads calls it behind its first loads, the combination of several
+tokens' shares after its wait. docs/results/notes/decode.md has the times.
 """
 
 from __future__ import annotations

@@ -273,11 +273,12 @@ def test_who_takes_the_kernel_for_few_tokens(tokens, inter, taken):
     config = choose_config(tokens, ExpertShape(4, 32, 32, 2880, inter), False, True)
     assert takes_few(config, tokens, 2880, inter) == taken
     # w13's K is the hidden size
-    assert takes_few_gate_up(config, tokens, inter) == (taken and tokens <= 2)
+    assert takes_few_gate_up(config, tokens, inter, 64) == (taken and tokens <= 2)
+    assert not takes_few_gate_up(config, tokens, inter, 65)
     for fp8 in (True, False):
         other = choose_config(1, B20, fp8, gluon=fp8)
         assert not takes_few(other, 1, 2880, 2880)
-        assert not takes_few_gate_up(other, 1, 2880)
+        assert not takes_few_gate_up(other, 1, 2880, 32)
 
 
 def test_tokens_of_a_tile_are_a_variant():
@@ -308,7 +309,7 @@ def test_few_tokens(device, hidden, inter, tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize("experts", [8, 70])
+@pytest.mark.parametrize("experts", [8, 64])
 @pytest.mark.parametrize(("hidden", "inter"), [(1344, 160), (1536, 256), (2880, 224)])
 def test_w13_of_few_tokens(device, hidden, inter, experts, tokens):
     """K with and without a part of a chunk, intermediates too; with a choice of its own, and with
@@ -317,7 +318,7 @@ def test_w13_of_few_tokens(device, hidden, inter, experts, tokens):
         pytest.skip("needs a Hopper GPU and Gluon")
     layer = layer_of(hidden, inter, experts).to(device)
     config = choose_config(tokens, ExpertShape(2, experts, experts, hidden, inter), False, True)
-    assert takes_few_gate_up(config, tokens, hidden)
+    assert takes_few_gate_up(config, tokens, hidden, experts)
     x, logits = inputs(device, tokens, hidden, experts)
     # the second token's experts are not the first one's
     logits[-1, 3:5] = 9

@@ -21,6 +21,8 @@ _NORM_AND_ROUTER, _LOGITS, _FOUR_EXPERTS = 128, 4096, 16
 # tokens up to which moe/few.py has w13 and w2 (measured on an H200: w13 of three and four tokens
 # takes as long as in gemm.py)
 _FEW_GATE_UP, _FEW_DOWN = 2, 4
+# experts of which each w13 program there touches the weights: more were not measured
+_TOUCHED = 64
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
@@ -62,7 +64,7 @@ class Tile:
 @dataclass(frozen=True)
 class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
-    whether the kernels for many tokens, for tens of tokens an expert, or w2's for few tokens run;
+    whether the kernels for many tokens, for tens of tokens an expert, or for few tokens run;
     of many tokens, whether an expert has few tiles; of tens of tokens, whether tiles of few tokens
     take fewer columns.
     """
@@ -172,9 +174,10 @@ def takes_few(config: MoEConfig, tokens: int, hidden: int, inter: int) -> bool:
     return config.few and tokens <= _FEW_DOWN and hidden % 64 == 0 and _fits_few(inter)
 
 
-def takes_few_gate_up(config: MoEConfig, tokens: int, hidden: int) -> bool:
-    """Whether w13's kernel for few tokens runs (moe/few.py)."""
-    return config.few and tokens <= _FEW_GATE_UP and _fits_few(hidden)
+def takes_few_gate_up(config: MoEConfig, tokens: int, hidden: int, experts: int) -> bool:
+    """Whether w13's kernel for few tokens runs (moe/few.py); ``experts`` of this rank."""
+    few = tokens <= _FEW_GATE_UP and experts <= _TOUCHED
+    return config.few and few and _fits_few(hidden)
 
 
 def _fits_few(columns: int) -> bool:

@@ -51,13 +51,12 @@ SHARES = 3
 # steps of w13 that a CTA has under way, by tokens: three CTAs with six of them fit a
 # multiprocessor, and one wave then has all groups of one token; four CTAs with four
 _SLOTS = {1: 6, 2: 4}
-# experts of which one instruction for each warp touches all
-_TOUCHED = 64
 
 
 @gluon.jit
 def _touch(weight, words, EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
-    """Ask L2 for a line of this group's packed weights and of its scale words, of every expert."""
+    """Ask L2 for a line of this group's packed weights and of its scale words, of every expert (at
+    most 64)."""
     CHUNKS: gl.constexpr = (K + 127) // 128
     lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     group = gl.minimum(lane % 64, EXPERTS - 1).to(gl.int64) * (N // 64) + gl.program_id(0)
@@ -159,8 +158,7 @@ def _gate_up_few_kernel(
     PARTS: gl.constexpr = COLUMNS // (2 * PER)
     buffers = make_buffers(desc, s_desc, SLOTS, (CHUNKS + PARTS - 1) // PARTS)
     group = gl.program_id(0)
-    if TOUCHED > 0:
-        _touch(weight, words, TOUCHED, N, K)
+    _touch(weight, words, TOUCHED, N, K)
     wait_for_inputs()
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
@@ -275,7 +273,7 @@ def gate_up_few(
 
     Args:
         routing: tiles, and the codes of x by token.
-        weight: repacked [E, N, K/2].
+        weight: repacked [E, N, K/2] of at most 64 experts.
         words: repacked [E, N/64, chunks, 64].
         bias: [E, N] or None.
         out: see above.
@@ -304,7 +302,7 @@ def gate_up_few(
         PER=tokens,
         TOP_K=top_k,
         SLOTS=min(_SLOTS[tokens], inner // 128 // STEP_CHUNKS),
-        TOUCHED=experts if experts <= _TOUCHED else 0,
+        TOUCHED=experts,
         EXPERTS=chosen,
         DTYPE=gl.bfloat16 if dtype == torch.bfloat16 else gl.float16,
         num_warps=4,

@@ -186,7 +186,7 @@ def gate_up(
         _gluon_product(config)(*codes, *weights, act, routing, hidden, dtype, config.rows)
         return act, None
     tokens = routing.scale.shape[0]
-    if takes_few_gate_up(config, tokens, hidden):
+    if takes_few_gate_up(config, tokens, hidden, w13.shape[0]):
         from oss_fused.kernels.moe.few import gate_up_few
 
         few = (routing, w13, w13_scale, w13_bias, act, (tokens, tiles, chosen), top_k)
