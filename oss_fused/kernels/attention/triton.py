@@ -253,20 +253,8 @@ def _decode_attention_kernel(
         of_rows = _sinks_of(sinks, head, tokens, ROWS, GROUP)
         if leave(splits, slot, best, total, acc, in_group, ROWS) == active - 1:
             used = tl.arange(0, ROWS) < tokens * GROUP
-            all_best, all_total, sums = gather(splits, slot, active, used, BLOCK_D, AT_ONCE, LEAST)
-            _finish(
-                out,
-                all_best,
-                all_total,
-                sums,
-                of_rows,
-                v_scale,
-                head,
-                row,
-                tokens,
-                GROUP,
-                HEAD_DIM,
-            )
+            most, whole, sums = gather(splits, slot, active, used, BLOCK_D, AT_ONCE, LEAST)
+            _finish(out, most, whole, sums, of_rows, v_scale, head, row, tokens, GROUP, HEAD_DIM)
 
 
 def dot_dtype(query: torch.Tensor, out: torch.Tensor) -> tl.dtype:
