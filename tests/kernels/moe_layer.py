@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import oss_fused.kernels.moe  # noqa: F401 - registers the operators
+from oss_fused.kernels.op import get_kernel
 from oss_fused.quant.mxfp4 import unpack_mxfp4
 
 ops = torch.ops.oss_fused
@@ -67,3 +70,39 @@ class Layer:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.cpu().double()
     return float((actual.cpu().double() - expected).norm() / expected.norm())
+
+
+reference = get_kernel("torch", "moe_mxfp4")
+# bfloat16 outputs round at 2^-9; a sum in another order moves some of them by one step
+SAME_ARITHMETIC = 2e-3
+# FP8: codes of the intermediate may move by a step too, and partial results are bfloat16
+FP8_STEP = 1e-2
+
+
+# repacked on a CPU: seconds for the largest
+layer_of = functools.cache(Layer)
+
+
+def run_kernels(layer: Layer, x, logits, top_k=2, expert_map=None, activation="swigluoai", fp8=-1,
+                config=None):  # fmt: skip
+    args = (x, logits, *layer.packed13, layer.b13, *layer.packed2, layer.b2, top_k, True)
+    options = (expert_map, activation, fp8)
+    if config is None:
+        return get_kernel("triton", "moe_mxfp4")(*args, *options)
+    # the operator has no such argument
+    from oss_fused.kernels.moe.triton import moe_mxfp4
+
+    return moe_mxfp4(*args, *options, config=config)
+
+
+def run(layer: Layer, x, logits, top_k=2, expert_map=None, activation="swigluoai", fp8=-1,
+        config=None):  # fmt: skip
+    args = (x, logits, *layer.packed13, layer.b13, *layer.packed2, layer.b2, top_k, True)
+    options = (expert_map, activation, fp8)
+    return run_kernels(layer, x, logits, top_k, *options, config), reference(*args, *options)
+
+
+def inputs(device, tokens: int, hidden: int, experts: int):
+    torch.manual_seed(tokens + hidden)
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    return x, torch.randn(tokens, experts, device=device).bfloat16()
