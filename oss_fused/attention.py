@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import oss_fused.kernels  # noqa: F401  (registers the operators)
-from oss_fused.autograd import needs_grad
+from oss_fused.autograd import needs_grad, once_differentiable
 from oss_fused.errors import SchemeError
 from oss_fused.kernels.op import check_arguments
 from oss_fused.quant.attention_fp8 import MODES, AttentionFP8, Operands
@@ -85,7 +85,8 @@ def flash_attention(
             wanted of FP8 codes.
         NumericalOverflowError: ``fp8``, and a tensor to quantise holds NaN or Inf.
 
-    NaN and Inf propagate. Gradients reach q, k, v and sinks; FP8 counts as the identity there.
+    NaN and Inf propagate. Gradients reach q, k, v and sinks; FP8 counts as the identity there. They
+    are once differentiable: a second derivative raises RuntimeError.
     """
     options = _Options(
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -176,6 +177,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of q, k, v and sinks; mask and slopes are constants."""
         q, k, v, out, row_max, row_sum, mask, sinks, slopes = ctx.saved_tensors

@@ -9,7 +9,8 @@ its unquantised operands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,39 @@ def gated_mlp_gradients(
     )
 
 
+class _Constant(torch.autograd.Function):
+    """A gradient as it is, which refuses to be differentiated by the tensors it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        """Connect ``gradient`` to its ``sources``."""
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Raise RuntimeError."""
+        raise RuntimeError("a gradient of oss_fused was differentiated: expected one derivative")
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of a Function that is no differentiable code: a second derivative raises.
+
+    PyTorch's decorator of this name raises only where the incoming gradient has a gradient and
+    ``Tensor.backward`` runs. What else a penalty on gradients depends on would count as constant.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: torch.Tensor) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        return tuple(None if t is None else _Constant.apply(t, *sources) for t in found)
+
+    return call
+
+
 class RMSNormRoPE(torch.autograd.Function):
     """``oss_fused::rmsnorm_rope`` with gradients for x and weight."""
 
@@ -69,6 +103,7 @@ class RMSNormRoPE(torch.autograd.Function):
         return _ops.rmsnorm_rope(x, weight, cos, sin, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and weight; cos and sin are constants of the position."""
         x, weight, cos, sin = ctx.saved_tensors
@@ -97,6 +132,7 @@ class GatedMLP(torch.autograd.Function):
         return _ops.gated_mlp(x, gate_weight, up_weight, None, None, activation, activation_on)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and of the weights."""
         x, gate_weight, up_weight = ctx.saved_tensors

@@ -192,7 +192,8 @@ def fused_rmsnorm_rope(
         eps: added to the mean square.
 
     Returns:
-        [batch, sequence, hidden] in x.dtype. NaN and Inf propagate.
+        [batch, sequence, hidden] in x.dtype. NaN and Inf propagate. Gradients are once
+        differentiable: a second derivative raises RuntimeError.
 
     Raises:
         ShapeMismatchError: the shapes do not fit, or hidden is 0.
@@ -241,7 +242,7 @@ def fused_gated_mlp(
         NumericalOverflowError: a value of a scale, as in quantize_fp8.
 
     Gradients reach x also where the weights are FP8: these take part as the numbers that they
-    stand for.
+    stand for. They are once differentiable: a second derivative raises RuntimeError.
     """
     options = (activation, activation_on)
     check_arguments("gated_mlp", x, gate_weight, up_weight, gate_scale, up_scale, *options)

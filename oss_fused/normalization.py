@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import oss_fused.kernels  # noqa: F401  (registers the operators)
-from oss_fused.autograd import needs_grad
+from oss_fused.autograd import needs_grad, once_differentiable
 from oss_fused.kernels.op import check_arguments
 from oss_fused.kernels.random_mask import keep_mask
 
@@ -72,6 +72,7 @@ def layer_norm(
 
     Returns:
         [..., H] in x.dtype, computed in float32. A row with NaN or Inf is NaN.
+        Gradients are once differentiable: a second derivative raises RuntimeError.
 
     Raises:
         ShapeMismatchError: the shapes do not fit, or H is 0.
@@ -118,6 +119,7 @@ def layer_norm_dropout(
     """LayerNorm and dropout in one kernel.
 
     The mask is a function of ``seed`` and position: backward repeats it, and so does another call.
+    Gradients are once differentiable, as those of layer_norm.
 
     Args:
         x: as in layer_norm, as are weight, bias and eps.
@@ -158,6 +160,7 @@ class LayerNorm(torch.autograd.Function):
         return _ops.layer_norm(x, weight, bias, eps, method)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x, weight and bias, by PyTorch's LayerNorm."""
         eps, p, seed = ctx.options

@@ -7,9 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oss_fused import autograd
+from oss_fused import (
+    autograd,
+    conv2d_bias_relu,
+    flash_attention,
+    layer_norm,
+    layer_norm_dropout,
+    softmax,
+)
 from oss_fused.functional import fp8_gemm, fused_gated_mlp, fused_rmsnorm_rope, quantize_fp8
 from oss_fused.kernels.mlp.reference import gated_mlp_backward
+from oss_fused.kernels.op import get_kernel
 from oss_fused.kernels.rope.reference import rmsnorm_rope_backward
 from oss_fused.specs import GatedMLPInput, RMSNormRoPEInput
 
@@ -204,3 +212,94 @@ def test_functions_compile_without_graph_breaks(grad):
         (ours,) = torch.autograd.grad(out.sum(), args[0])
         (theirs,) = torch.autograd.grad(eager.sum(), args[0])
         torch.testing.assert_close(ours, theirs)
+
+
+def _of_x(name, x):
+    draw = torch.Generator().manual_seed(1)
+    weight, gate, up = (torch.randn(s, generator=draw) for s in ((8,), (5, 8), (5, 8)))
+    return {
+        "rmsnorm_rope": lambda: fused_rmsnorm_rope(x, weight, gate[:3, :4], up[:3, :4]),
+        "gated_mlp": lambda: fused_gated_mlp(x, gate, up),
+        "flash_attention": lambda: flash_attention(x[None], x[None], x[None]),
+        "flash_attention of codes": lambda: flash_attention(
+            x[None], x[None], x[None], fp8="tensor"
+        ),
+        "layer_norm": lambda: layer_norm(x, weight),
+        "layer_norm_dropout": lambda: layer_norm_dropout(x, weight, p=0.2, seed=3),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rmsnorm_rope",
+        "gated_mlp",
+        "flash_attention",
+        "flash_attention of codes",
+        "layer_norm",
+        "layer_norm_dropout",
+    ],
+)
+def test_a_second_derivative_of_fused_gradients_is_refused(name):
+    """A sum, whose gradient depends on nothing: x alone connects both derivatives."""
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    total = _of_x(name, x).sum()
+    (plain,) = torch.autograd.grad(total, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(total, x, create_graph=True)
+    assert torch.equal(grad, plain) and not plain.requires_grad
+    penalised = total + grad.pow(2).sum()
+    with pytest.raises(RuntimeError, match="gradient of oss_fused was differentiated"):
+        torch.autograd.grad(penalised, x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of oss_fused was differentiated"):
+        penalised.backward()
+
+
+SECOND = {
+    "softmax": ((4, 6), (), softmax, lambda x: x.softmax(-1)),
+    "convolution": (
+        (2, 3, 5, 5),
+        ((4, 3, 3, 3), (4,)),
+        lambda x, w, b: conv2d_bias_relu(x, w, b, padding=1),
+        lambda x, w, b: F.conv2d(x, w, b, padding=1).relu(),
+    ),
+    "fp8_gemm": ((4, 16), ((16, 6),), fp8_gemm, torch.matmul),
+}
+
+
+@pytest.mark.parametrize("name", list(SECOND))
+def test_second_derivatives_where_pytorch_computes_the_gradient(name):
+    shape, others, ours, theirs = SECOND[name]
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=draw) for s in (shape, *others)]
+    found = []
+    for function in (ours, theirs):
+        inputs = [t.clone().requires_grad_() for t in start]
+        out = function(*inputs)
+        # not of out: an FP8 product rounds it
+        weights = torch.linspace(-1, 1, out.numel()).view(out.shape).requires_grad_()
+        grads = torch.autograd.grad(out, inputs, weights, create_graph=True)
+        norm = sum((g * g).sum() for g in grads)
+        found.append(torch.autograd.grad(norm, (*inputs, weights), allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        # None stands for zeros
+        a, b = (torch.zeros(1) if t is None or not t.any() else t for t in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_float64_gradients_are_computed_in_float64(device):
+    """Triton's kernels compute in float32."""
+    draw = torch.Generator().manual_seed(0)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(device)
+
+    rope = (make(2, 3, 8), make(2, 3, 8), make(8), make(3, 4), make(3, 4), EPS)
+    mlp = (make(5, 16), make(5, 32), make(16, 32), make(16, 32), "silu", "up")
+    mixed = (*(t.float() for t in rope[:2]), *rope[2:])
+    for name, args in (
+        ("rmsnorm_rope_backward", rope),
+        ("rmsnorm_rope_backward", mixed),
+        ("gated_mlp_backward", mlp),
+    ):
+        for a, b in zip(*(get_kernel(each, name)(*args) for each in ("triton", "torch"))):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.integers import cdiv
+from oss_fused.kernels.mlp import reference
 from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import INTERPRETED, round_to
 
@@ -97,6 +98,10 @@ def gated_mlp_backward(
     activation_on: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of both projections' results; see kernels/mlp for the contract."""
+    if x.dtype == torch.float64:
+        # the kernel computes in float32
+        operands = (grad, x, gate_weight, up_weight)
+        return reference.gated_mlp_backward(*operands, activation, activation_on)
     n, k = gate_weight.shape
     rows = as_rows(x).contiguous()
     m = rows.shape[0]

@@ -15,6 +15,7 @@ import triton.language as tl
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import multiprocessors
 from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.rope import reference
 
 
 @triton.jit
@@ -92,6 +93,9 @@ def rmsnorm_rope_backward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and weight; see kernels/rope for the contract."""
+    if torch.float64 in (x.dtype, weight.dtype, cos.dtype, sin.dtype):
+        # the kernel computes in float32
+        return reference.rmsnorm_rope_backward(grad, x, weight, cos, sin, eps)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight)
