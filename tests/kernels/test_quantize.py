@@ -9,6 +9,7 @@ from oss_fused import dequantize_fp8, fp8_gemm, quantize_fp8
 from oss_fused.errors import NumericalOverflowError, SchemeError, UnsupportedDtypeError
 from oss_fused.kernels import op as registration
 from oss_fused.kernels.op import get_kernel
+from oss_fused.kernels.quantize import triton as launchers
 
 FP8 = torch.float8_e4m3fn
 
@@ -264,3 +265,57 @@ def test_opcheck(strategy, device, check_op):
     check_op(torch.ops.oss_fused.quantize_fp8_adjusted.default, (x, least))
     q, scale = torch.ops.oss_fused.quantize_fp8(x, None, strategy)
     check_op(torch.ops.oss_fused.dequantize_fp8.default, (q, scale, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1), (6,), (1, 6), (6, 1)])
+@pytest.mark.parametrize("rows", [(2, 3, 16), (6, 6)])
+def test_a_scale_a_row_has_any_shape(shape, rows, device):
+    x = torch.randn(rows, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    column = (torch.arange(1.0, 7.0) / 50)[:, None].to(device)
+    # every second value of a buffer: dense it is not
+    scale = column.repeat(1, 2).view(*shape, 2)[..., 0]
+    weight = torch.randn(8, x.shape[-1]).to(FP8).to(device)
+    one = torch.ones(1, device=device)
+    for backend in ("torch", "triton"):
+        for operation, rest in (("quantize_fp8", ("token",)), ("quantize_fp8_adjusted", ())):
+            run = get_kernel(backend, operation)
+            codes, used = run(x, scale, *rest)
+            expected, in_column = run(x, column, *rest)
+            assert_same((codes, used), (expected, in_column.view(shape)))
+        linear = get_kernel(backend, "fp8_linear")
+        wanted = linear(x, weight, one, column, None)
+        assert torch.equal(linear(x, weight, one, scale, None), wanted)
+
+
+class _Grids(list):
+    """Stands for a kernel and notes its grids."""
+
+    def __getitem__(self, grid):
+        self.append(grid)
+        return lambda *arguments, **options: None
+
+
+@pytest.mark.parametrize(("shape", "programs"), [((2**28 + 4096,), 65537), ((70000, 3), 70000)])
+def test_long_rows_and_many_rows_are_launched(shape, programs, monkeypatch):
+    """CUDA allows 65535 programs along the second axis."""
+    grids = _Grids()
+    for name in ("amax", "static", "noting", "requantize", "dequantize"):
+        (kernel,) = (k for k in vars(launchers) if name in k and k.endswith("_kernel"))
+        monkeypatch.setattr(launchers, kernel, grids)
+    monkeypatch.setattr(launchers, "_scale_kernel", _Grids())
+    x, one = torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.ones(1, device="meta")
+    launchers.quantize_fp8(x, None, "tensor")
+    launchers.quantize_fp8_adjusted(x, one)
+    launchers.dequantize_fp8(x.to(FP8), one, torch.bfloat16)
+    assert grids == [(programs,)] * 5
+
+
+def test_rows_of_several_blocks(device):
+    x = awkward((3, 9000), torch.bfloat16, device)
+    for scale in (torch.tensor([0.05]), torch.rand(3, 1) + 0.01):
+        for operation, rest in (("quantize_fp8", ("tensor",)), ("quantize_fp8_adjusted", ())):
+            expected, ours = both(operation, x, scale.to(device), *rest)
+            assert_same(ours, expected)
+        assert_same(*((each,) for each in both("dequantize_fp8", ours[0], ours[1], torch.float32)))
+    expected, ours = both("quantize_fp8", x, None, "tensor")
+    assert_same(ours, expected)

@@ -47,7 +47,8 @@ def fp8_linear(
         levels, scale = quantize_levels(rows)
         codes = levels[::2]
     else:
-        codes, scale = quantize_rows(rows, input_scale)
+        column = None if input_scale is None else input_scale.reshape(-1, 1)
+        codes, scale = quantize_rows(rows, column)
     out = fp8_gemm(codes, weight, scale, weight_scale, bias, x.dtype, False, levels)
     return out.view(*x.shape[:-1], weight.shape[0])
 

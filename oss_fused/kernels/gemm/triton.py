@@ -178,6 +178,7 @@ def fp8_linear(
         q = levels[::2]
     else:
         strategy = "token" if input_scale is None else "tensor"
-        q, scale = quantize_fp8(rows, input_scale, strategy)
+        column = None if input_scale is None else input_scale.reshape(-1, 1)
+        q, scale = quantize_fp8(rows, column, strategy)
     out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights, levels)
     return out.view(*x.shape[:-1], n)

@@ -6,7 +6,8 @@ scales of reference.py bit for bit.
 
 quantize_fp8: x [..., K] -> q float8_e4m3fn [..., K] and its scale. Without ``scale`` the strategy
 "tensor" computes one scale [1]; "token" and "channel" compute one per row [..., 1]. A given scale
-has one element or one per row; finite values saturate at 448 * scale.
+has one element or, in any shape, one per row; finite values saturate at 448 * scale. It is returned
+in its shape.
 
 quantize_fp8_adjusted: as quantize_fp8 with a given scale, which is raised where it is too small for
 x, per tensor or per row as it is given. Returns q and the scale used.

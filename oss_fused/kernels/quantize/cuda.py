@@ -25,7 +25,8 @@ def quantize_fp8(
         if q.numel():
             # (rows, columns) that share a scale; -1 stands for all of them
             group = [-1, -1] if scale.numel() == 1 else [1, -1]
-            _ops.static_scaled_fp8_quant(codes, rows, scale, group)
+            column = scale if scale.numel() == 1 else scale.reshape(-1, 1)
+            _ops.static_scaled_fp8_quant(codes, rows, column, group)
         return q, scale.clone()
     per_tensor = strategy == "tensor"
     shape = (1,) if per_tensor else (*x.shape[:-1], 1)

@@ -64,7 +64,7 @@ def quantize_fp8(
     """Quantise ``x`` to FP8 E4M3; see kernels/quantize for the contract."""
     rows = as_rows(x)
     if scale is not None:
-        return quantize_rows(rows, scale)[0].view(x.shape), scale.clone()
+        return quantize_rows(rows, scale.reshape(-1, 1))[0].view(x.shape), scale.clone()
     if strategy == "tensor":
         flat = x.reshape(1, -1)
         q, scale = quantize_rows(flat, None)
@@ -83,9 +83,10 @@ def quantize_fp8_adjusted(
     # a NaN or an infinity says nothing about the range of the finite values
     magnitudes = rows.float().abs().nan_to_num_(0.0, posinf=0.0)
     per_row = scale.numel() > 1
-    amax = magnitudes.amax(-1, keepdim=True) if per_row else magnitudes.amax().view(scale.shape)
-    fitted = torch.where(amax > 0, torch.maximum(scale, scale_of_amax(amax)), scale)
-    return quantize_rows(rows, fitted)[0].view(x.shape), fitted
+    amax = magnitudes.amax(-1, keepdim=True) if per_row else magnitudes.amax().view(1, 1)
+    least = scale.reshape(-1, 1)
+    fitted = torch.where(amax > 0, torch.maximum(least, scale_of_amax(amax)), least)
+    return quantize_rows(rows, fitted)[0].view(x.shape), fitted.view(scale.shape)
 
 
 def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -91,10 +91,22 @@ def _quantize_row_kernel(
 
 
 @triton.jit
+def _place(n_cols, BLOCK: tl.constexpr):
+    """Row, first column and number of columns of a program.
+
+    One axis has all programs: CUDA allows 65535 along the others.
+    """
+    blocks = tl.cdiv(n_cols, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    return row, first, tl.minimum(n_cols - first, BLOCK).to(tl.int32)
+
+
+@triton.jit
 def _amax_kernel(x, amax_bits, stride, n_cols, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    row, first, count = _place(n_cols, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    values = tl.load(x + (row * stride + first) + cols, mask=cols < count, other=0.0).to(tl.float32)
     tl.atomic_max(amax_bits, tl.max(magnitude_bits(values), 0))
 
 
@@ -107,11 +119,11 @@ def _scale_kernel(amax_bits, scale):
 def _quantize_static_kernel(x, q, scale, stride, scale_stride, n_cols, BLOCK: tl.constexpr):
     start_next()
     wait_for_inputs()
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, first, count = _place(n_cols, BLOCK)
+    cols = tl.arange(0, BLOCK)
     inv = tl.div_rn(1.0, tl.load(scale + row * scale_stride))
-    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    tl.store(q + row * n_cols + cols, quantize_static(values, inv), mask=cols < n_cols)
+    values = tl.load(x + (row * stride + first) + cols, mask=cols < count, other=0.0).to(tl.float32)
+    tl.store(q + (row * n_cols + first) + cols, quantize_static(values, inv), mask=cols < count)
 
 
 @triton.jit
@@ -160,12 +172,12 @@ def _quantize_row_adjusted_kernel(
 def _quantize_noting_overflow_kernel(
     x, q, scale, clipped_bits, stride, n_cols, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, first, count = _place(n_cols, BLOCK)
+    cols = tl.arange(0, BLOCK)
     least = tl.load(scale)
-    values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    values = tl.load(x + (row * stride + first) + cols, mask=cols < count, other=0.0).to(tl.float32)
     codes = quantize_static(values, tl.div_rn(1.0, least))
-    tl.store(q + row * n_cols + cols, codes, mask=cols < n_cols)
+    tl.store(q + (row * n_cols + first) + cols, codes, mask=cols < count)
     amax_bits = tl.max(_finite_bits(values), 0)
     if _fitted_scale(least, amax_bits) > least:
         tl.atomic_max(clipped_bits, amax_bits)
@@ -175,27 +187,29 @@ def _quantize_noting_overflow_kernel(
 def _requantize_clipped_kernel(
     x, q, scale, clipped_bits, out_scale, stride, n_cols, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, first, count = _place(n_cols, BLOCK)
+    cols = tl.arange(0, BLOCK)
     amax_bits = tl.load(clipped_bits)
     fitted = _fitted_scale(tl.load(scale), amax_bits)
     tl.store(out_scale, fitted)
     if amax_bits != 0:
-        values = tl.load(x + row * stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        values = tl.load(x + (row * stride + first) + cols, mask=cols < count, other=0.0).to(
+            tl.float32
+        )
         codes = quantize_static(values, tl.div_rn(1.0, fitted))
-        tl.store(q + row * n_cols + cols, codes, mask=cols < n_cols)
+        tl.store(q + (row * n_cols + first) + cols, codes, mask=cols < count)
 
 
 @triton.jit
 def _dequantize_kernel(
     q, scale, out, stride, scale_stride, n_cols, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < n_cols
-    codes = tl.load(q + row * stride + cols, mask=mask, other=0.0)
+    row, first, count = _place(n_cols, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < count
+    codes = tl.load(q + (row * stride + first) + cols, mask=mask, other=0.0)
     values = from_fp8(codes) * tl.load(scale + row * scale_stride)
-    tl.store(out + row * n_cols + cols, round_to(values, DTYPE), mask=mask)
+    tl.store(out + (row * n_cols + first) + cols, round_to(values, DTYPE), mask=mask)
 
 
 def quantize_fp8(
@@ -211,7 +225,7 @@ def quantize_fp8(
     if strategy == "tensor":
         amax_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
         out_scale = torch.empty(1, dtype=torch.float32, device=x.device)
-        grid = (n_rows, cdiv(n_cols, _BLOCK))
+        grid = (n_rows * cdiv(n_cols, _BLOCK),)
         if x.numel():
             _amax_kernel[grid](rows, amax_bits, rows.stride(0), n_cols, BLOCK=_BLOCK)
         _scale_kernel[(1,)](amax_bits, out_scale, num_warps=1)
@@ -263,14 +277,15 @@ def quantize_fp8_adjusted(
         return q, scale.clone()
     out_scale = torch.empty(scale.shape, dtype=torch.float32, device=x.device)
     if scale.numel() > 1:
+        column = scale.reshape(-1, 1)
         block = min(next_power_of_2(n_cols), _MAX_ROW_BLOCK)
         _quantize_row_adjusted_kernel[(n_rows,)](
             rows,
             q,
-            scale,
+            column,
             out_scale,
             rows.stride(0),
-            scale.stride(0),
+            column.stride(0),
             n_cols,
             BLOCK=block,
             LOOP=n_cols > block,
@@ -280,7 +295,7 @@ def quantize_fp8_adjusted(
         return q, out_scale
     clipped_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     block = min(next_power_of_2(n_cols), _BLOCK)
-    grid, warps = (n_rows, cdiv(n_cols, block)), min(max(block // 512, 1), 4)
+    grid, warps = (n_rows * cdiv(n_cols, block),), min(max(block // 512, 1), 4)
     _quantize_noting_overflow_kernel[grid](
         rows, q, scale, clipped_bits, rows.stride(0), n_cols, BLOCK=block, num_warps=warps
     )
@@ -302,13 +317,15 @@ def _quantize_static(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -
     n_rows, n_cols = rows.shape
     if rows.numel() == 0:
         return
+    each = scale.numel() != 1
+    scale = scale.reshape(-1, 1) if each else scale
     block = min(next_power_of_2(n_cols), _BLOCK)
-    _quantize_static_kernel[(n_rows, cdiv(n_cols, block))](
+    _quantize_static_kernel[(n_rows * cdiv(n_cols, block),)](
         rows,
         q,
         scale,
         rows.stride(0),
-        0 if scale.numel() == 1 else scale.stride(0),
+        scale.stride(0) if each else 0,
         n_cols,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 4),
@@ -324,7 +341,7 @@ def dequantize_fp8(q: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype)
     if out.numel() == 0:
         return out
     block = min(next_power_of_2(n_cols), _BLOCK)
-    _dequantize_kernel[(n_rows, cdiv(n_cols, block))](
+    _dequantize_kernel[(n_rows * cdiv(n_cols, block),)](
         rows,
         scale.contiguous(),
         out,
