@@ -293,6 +293,12 @@ def test_bad_input_names_the_argument(device):
         call(*args, *tail, query_starts=starts, max_query_len=4)
     with pytest.raises(ShapeMismatchError, match="key_cache"):
         call(args[0][:, :7], *args[1:5], args[5][:, :7], args[6], *tail)
+    for at, size in ((slice(0), slice(None)), (slice(None), slice(0))):
+        query, *cache = args[0][:, at, size], *(c[..., size] for c in args[1:3])
+        with pytest.raises(ShapeMismatchError, match=r"query.shape=.*Hq and D at least 1"):
+            call(query, *cache, *args[3:5], args[5][:, at, size], args[6], *tail)
+    with pytest.raises(ShapeMismatchError, match=r"key_cache.shape=.*Hkv a divisor of 8"):
+        call(args[0], *(c[:, :, :0] for c in args[1:3]), *args[3:], *tail)
     for scale, window in ((0.0, 0), (float("nan"), 0), (0.125, -1), (0.125, 2**31)):
         with pytest.raises(SchemeError, match=f"softmax_scale={scale}|window={window}"):
             call(*args, scale, window, *tail[2:])
@@ -334,3 +340,17 @@ def test_a_graph_takes_any_number_of_queries_up_to_its_own(device):
         args[5].fill_(float("nan"))
         graph.replay()
         torch.testing.assert_close(args[5], expected, **TOLERANCE, equal_nan=True)
+
+
+@pytest.mark.parametrize("lens", [[20, 5], [300, 5]], ids=str)
+def test_heads_far_apart(device, lens):
+    """The heads' distance times their number passes 2^31; only the pages cost memory."""
+    args = make(device, lens, q_heads=6, heads=3, dim=16, cache=FP8)
+    for at in (1, 2):
+        dense = args[at].view(torch.uint8)
+        _, page, _, dim = dense.shape
+        far = torch.empty(2**31 + dense.numel(), dtype=torch.uint8, device=device)
+        far = far.as_strided(dense.shape, (page * dim, dim, 2**30, 1)).copy_(dense)
+        args[at] = far.view(FP8)
+    expected, actual = both(args)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from oss_fused import conv2d, conv2d_bias_relu, conv2d_direct, conv2d_im2col, im2col
 from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.convolution import triton as kernels
 from oss_fused.kernels.op import get_kernel
 
 METHODS = {"implicit": conv2d, "direct": conv2d_direct, "im2col": conv2d_im2col}
@@ -140,3 +141,32 @@ def test_bad_arguments_are_named(device):
         conv2d(x, w.half())
     with pytest.raises(SchemeError, match="method='winograd'"):
         run("torch", "winograd", x, w, bias)
+
+
+def far_apart(channels, height, width, device):
+    """An image of zeros whose channels' distance times their number passes 2^31."""
+    data = torch.empty((channels - 1) * 2**30 + height * width, dtype=torch.float16, device=device)
+    return data.as_strided((1, channels, height, width), (0, 2**30, width, 1)).zero_()
+
+
+@pytest.mark.parametrize("method", ["implicit", "direct"])
+def test_channels_far_apart(method, device):
+    """Only the pages of values that are there cost memory."""
+    x, w, _ = inputs(1, 3, 4, 4, 3, dtype=torch.float16, device=device)
+    image = far_apart(3, 4, 4, device).copy_(x)
+    y = run("triton", method, image, w)
+    assert torch.equal(y, run("triton", method, x, w))
+    result = far_apart(3, *y.shape[2:], device)
+    rows = y.shape[2] * y.shape[3]
+    w = w.contiguous(memory_format=torch.channels_last)
+    kernel = kernels._implicit_kernel if method == "implicit" else kernels._direct_kernel
+    kernel[(1,)](
+        kernels._Strided(x, *x.stride()),
+        kernels._Strided(w, *w.stride()),
+        None,
+        kernels._Result(result, 0, 2**30, 1),
+        kernels._Sizes(rows, 3, 3, 4, 4, y.shape[3], rows),
+        kernels._Window(1, 1, 0, 0, 1, 1),
+        *(3, 2, 1, False, 16, 16, 16),
+    )
+    assert torch.equal(result, y)

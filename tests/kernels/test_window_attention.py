@@ -141,3 +141,18 @@ def test_wrong_arguments(device):
         run(*args, out, 0.0, 8, None, None, None, None)
     with pytest.raises(ShapeMismatchError, match="seq_lens"):
         run(*args[:4], args[4][:0], args[5], out, 0.2, 8, None, None, None, None)
+    none = [t[..., :0] for t in args[:3]]
+    with pytest.raises(ShapeMismatchError, match="query.shape=.*Hq and D at least 1"):
+        run(*none, *args[3:], out[..., :0], 0.2, 8, None, None, None, None)
+
+
+def test_heads_far_apart(device):
+    """The heads' distance times their number passes 2^31; only the pages cost memory."""
+    args = make(device, [20, 17], [3, 2], q_heads=6, heads=3, dtype=FP8)
+    for at in (1, 2):
+        dense = args[at].view(torch.uint8)
+        _, page, _, dim = dense.shape
+        far = torch.empty(2**31 + dense.numel(), dtype=torch.uint8, device=device)
+        far = far.as_strided(dense.shape, (page * dim, dim, 2**30, 1)).copy_(dense)
+        args[at] = far.view(FP8)
+    check(args, 8)

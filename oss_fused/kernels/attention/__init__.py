@@ -54,9 +54,13 @@ def _check_sequences(
 ) -> None:
     if not 0 < softmax_scale < float("inf"):
         raise SchemeError(f"softmax_scale={softmax_scale!r}: expected a finite number above 0")
-    rows, q_heads, _ = query.shape
+    rows, q_heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
-    if q_heads % max(1, kv_heads):
+    if not q_heads or not head_dim:
+        raise ShapeMismatchError(
+            f"query.shape={tuple(query.shape)}: expected [T, Hq, D], Hq and D at least 1"
+        )
+    if not kv_heads or q_heads % kv_heads:
         raise ShapeMismatchError(
             f"key_cache.shape={tuple(key_cache.shape)}: expected Hkv a divisor of {q_heads}"
         )

@@ -115,8 +115,8 @@ def _load_tile(
     """Keys and values of a tile, values as even and odd columns with PAIRS; zeros from ``end``."""
     WORDS: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
     columns, words = tl.arange(0, BLOCK_D), tl.arange(0, WORDS)
-    k_head = keys.data + head * keys.head_stride + columns
-    v_head = values.data + head * values.head_stride
+    k_head = keys.data + head.to(tl.int64) * keys.head_stride + columns
+    v_head = values.data + head.to(tl.int64) * values.head_stride
     v_head = (v_head.to(tl.pointer_type(tl.int16)) if PAIRS else v_head) + words
     in_k, in_v = columns < HEAD_DIM, words < (HEAD_DIM // 2 if PAIRS else HEAD_DIM)
     k_rows, v_rows, valid = find_rows(keys, values, pages, start, end, BLOCK_N, WARPS, RUN)
@@ -149,6 +149,7 @@ def prefetch_tile(
     LINE: tl.constexpr = 1024 // keys.data.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
     lines = tl.arange(0, LINES) * LINE
+    head = head.to(tl.int64)
     prefetch_line(keys.data + head * keys.head_stride + k_rows + lines)
     prefetch_line(values.data + head * values.head_stride + v_rows + lines)
 

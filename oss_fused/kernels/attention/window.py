@@ -81,7 +81,8 @@ def _load_positions(
     positions = start + tl.arange(0, POSITIONS)
     rows = pages * cache.block_stride + positions % cache.page_size * cache.page_stride
     columns = tl.arange(0, BLOCK_D)
-    pointers = cache.data + head * cache.head_stride + columns[None, :] + rows[:, None]
+    first = cache.data + head.to(tl.int64) * cache.head_stride
+    pointers = first + columns[None, :] + rows[:, None]
     inside = ((positions >= 0) & (positions < end))[:, None] & (columns < HEAD_DIM)[None, :]
     return load_as(pointers, inside, DTYPE)
 

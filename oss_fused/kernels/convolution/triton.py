@@ -89,7 +89,8 @@ def _finish(acc, bias, out, m, channels, n, sizes, RELU: tl.constexpr):
     if RELU:
         # not a maximum with 0, which would swallow NaN
         acc = tl.where(acc < 0.0, 0.0, acc)
-    place = (n * out.n + m % sizes.pixels * out.pixel)[:, None] + channels[None, :] * out.c
+    place = (n * out.n + m % sizes.pixels * out.pixel)[:, None]
+    place += channels.to(tl.int64)[None, :] * out.c
     mask = (m < sizes.rows)[:, None] & in_channels[None, :]
     tl.store(out.data + place, round_to(acc, out.data.dtype.element_ty), mask=mask)
 
@@ -122,15 +123,17 @@ def _implicit_kernel(
     for step in range(0, KH * KW * CHANNEL_BLOCKS):
         tap = step // CHANNEL_BLOCKS
         c = step % CHANNEL_BLOCKS * BLOCK_K + lane
+        # images and windows may be large: channels are then far apart
+        far = c.to(tl.int64)
         h = top + tap // KW * window.dilation_h
         v = left + tap % KW * window.dilation_w
         a = tl.load(
-            (x_rows + h * x.h + v * x.w)[:, None] + c[None, :] * x.c,
+            (x_rows + h * x.h + v * x.w)[:, None] + far[None, :] * x.c,
             mask=_inside(h, v, m, sizes)[:, None] & (c < sizes.in_channels)[None, :],
             other=0.0,
         )
         b = tl.load(
-            (w_columns + tap // KW * w.h + tap % KW * w.w)[None, :] + c[:, None] * w.c,
+            (w_columns + tap // KW * w.h + tap % KW * w.w)[None, :] + far[:, None] * w.c,
             mask=(c < sizes.in_channels)[:, None] & (channels < sizes.out_channels)[None, :],
             other=0.0,
         )
@@ -170,7 +173,8 @@ def _direct_kernel(
             v = left + j * window.dilation_w
             inside = _inside(h, v, m, sizes)
             taps = x_rows + h * x.h + v * x.w
-            for c in range(0, sizes.in_channels):
+            for channel in range(0, sizes.in_channels):
+                c = tl.cast(channel, tl.int64)
                 value = tl.load(taps + c * x.c, mask=inside, other=0.0).to(tl.float32)
                 weight = tl.load(
                     w_columns + c * w.c + i * w.h + j * w.w,
