@@ -198,8 +198,10 @@ def _metadata(value: Any) -> Any:
     """What rules see of an argument, hashable."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list):
+        return tuple(map(_metadata, value))
     # True == 1 == 1.0
-    return type(value), tuple(value) if isinstance(value, list) else value
+    return type(value), value
 
 
 class Contract:

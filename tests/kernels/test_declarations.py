@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,21 @@ def test_codes_may_be_unpacked_on_a_cpu_only():
     rule.check("b", torch.zeros(2, 3), {"device": torch.device("cpu")}, {})
     with pytest.raises(UnsupportedDtypeError, match="b.dtype=torch.bfloat16"):
         rule.check("b", torch.zeros(2, 3).bfloat16(), {"device": torch.device("cpu")}, {})
+
+
+def test_lists_of_tensors_are_known_by_what_rules_see():
+    def joined(x: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None: ...
+
+    seen = []
+    contract = contract_of(
+        joined, {"x": Operand("N", torch.float32)}, lambda parts, sizes: seen.append(sizes[0])
+    )
+    x = torch.zeros(3)
+    for size in (1, 1, 2):
+        contract.check((x, [torch.ones(2, 3), torch.zeros(4)], [size]))
+    assert seen == [1, 2]
+    part = torch.ones(2, 4)
+    kept = weakref.ref(part)
+    contract.check((x, [part, part], [2]))
+    del part
+    assert seen == [1, 2, 2] and kept() is None

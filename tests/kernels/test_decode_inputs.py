@@ -4,7 +4,12 @@
 import pytest
 import torch
 
-from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.errors import (
+    SchemeError,
+    ShapeMismatchError,
+    UnsupportedDeviceError,
+    UnsupportedDtypeError,
+)
 from oss_fused.kernels.op import get_kernel
 
 
@@ -87,7 +92,7 @@ def test_no_rows_write_nothing(backend, device):
             7,
             [torch.zeros(9, 30, dtype=torch.int64)] * 2,
             UnsupportedDtypeError,
-            r"block_tables.dtype=torch.int64",
+            r"block_tables\[0\].dtype=torch.int64",
         ),
         (
             7,
@@ -95,6 +100,25 @@ def test_no_rows_write_nothing(backend, device):
             ShapeMismatchError,
             r"block_tables\[0\] has 2 rows: expected at least 5",
         ),
+        (
+            7,
+            [torch.zeros(9, 30, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)],
+            ShapeMismatchError,
+            r"block_tables\[1\].shape=\(9,\): expected \[rows, blocks\]",
+        ),
+        (
+            7,
+            [torch.zeros(9, 60, dtype=torch.int32)[:, ::2]] * 2,
+            ShapeMismatchError,
+            r"block_tables\[0\].stride\(\)=\(60, 2\): expected unit stride",
+        ),
+        (
+            7,
+            [torch.zeros(9, 30, dtype=torch.int32, device="meta")] * 2,
+            UnsupportedDeviceError,
+            r"block_tables\[0\].device=meta: expected cpu",
+        ),
+        (8, [16, 0], SchemeError, r"block_sizes\[1\]=0: expected at least 1"),
     ],
 )
 def test_wrong_arguments(at, value, error, words):
@@ -102,3 +126,14 @@ def test_wrong_arguments(at, value, error, words):
     args[at] = value
     with pytest.raises(error, match=words):
         get_kernel("torch", "advance_decode")(*args)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_table_of_one_block_may_have_any_stride(backend, device):
+    results = []
+    for column in (slice(0, 1), slice(0, 1, 2)):
+        args = moved(inputs(3, (512,)), device)
+        args[7] = [args[7][0].repeat(1, 2)[:, column].as_strided((7, 1), (4, column.step or 1))]
+        get_kernel(backend, "advance_decode")(*args)
+        results.append(args[6])
+    assert torch.equal(*results)

@@ -206,3 +206,23 @@ def test_opcheck(device, check_op):
     check_op(torch.ops.oss_fused.gate_up_quant.default, (*gate_up(2, 16, 8, device), "silu"))
     check_op(torch.ops.oss_fused.mlp_fp8.default, tuple(whole(2, device)))
     check_op(torch.ops.oss_fused.gated_mlp.default, (x, w, w, None, None, "silu", "up"))
+
+
+def test_one_row_of_a_wider_buffer(device):
+    """Its stride is no multiple of 16 bytes, which no descriptor takes."""
+    x, w = rows(1, 49, device=device)[:, :48], rows(8, 48, device=device)
+    for gate, scale in ((w, None), (w.to(FP8), torch.ones(8, 1, device=device))):
+        wide = torch.zeros(1, 50, device=device, dtype=gate.dtype)[:, 1:49].copy_(gate[:1])
+        for weight, factor in ((gate, scale), (wide, None if scale is None else scale[:1])):
+            args = (x, weight, weight, factor, factor, "silu", "up")
+            want, got = (get_kernel(b, "gated_mlp")(*args) for b in ("torch", "triton"))
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_one_scale_of_any_shape(device):
+    x, w = rows(2, 16, device=device), rows(8, 16, device=device).to(FP8)
+    one = torch.full((1,), 0.5, device=device)
+    for gate, up in ((one.view(1, 1, 1), one), (one.view(()), one.expand(8, 1))):
+        args = (x, w, w, gate, up, "silu", "up")
+        want, got = (get_kernel(b, "gated_mlp")(*args) for b in ("torch", "triton"))
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)

@@ -136,3 +136,21 @@ def test_too_few_counters(device):
     x = block.random(3, 64)
     with pytest.raises(ShapeMismatchError, match=r"arrivals.numel\(\)=2: expected at least 3"):
         block.run("triton", x, x)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_experts_and_no_intermediate(device, backend):
+    block = Block(64, 32, 4, device)
+    x, layer = block.random(2, 64), block.layer
+    block.gate, block.gate_bias = block.gate[:0], block.gate_bias[:0]
+    for name in ("b13", "b2"):
+        setattr(layer, name, getattr(layer, name)[:0])
+    for name in ("packed13", "packed2"):
+        setattr(layer, name, tuple(t[:0] for t in getattr(layer, name)))
+    with pytest.raises(ShapeMismatchError, match="gate.shape=.*at least one expert"):
+        block.run(backend, x, x)
+    block = Block(64, 32, 4, device)
+    block.layer.packed13 = tuple(t[:, :0] for t in block.layer.packed13)
+    block.layer.b13 = block.layer.b13[:, :0]
+    with pytest.raises(ShapeMismatchError, match="w13.shape=.*at least 1"):
+        block.run(backend, x, x)

@@ -84,6 +84,27 @@ def test_opcheck_and_bad_arguments():
         ops.moe_fp8(*args[:2], args[2].float(), *args[3:])
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_sizes_of_zero(backend, device):
+    run = get_kernel(backend, "moe_fp8")
+    for sizes in ({"hidden": 0}, {"inter": 0}, {"experts": 0}):
+        # scales of nothing have no amax
+        args = arguments(device, **{"hidden": 16, "inter": 16, "experts": 2, "top_k": 1})
+        cut = [args[0], *args[2:8]]
+        hidden, inter, experts = (slice(sizes.get(n)) for n in ("hidden", "inter", "experts"))
+        x, w13, s13, b13, w2, s2, b2 = cut
+        rows = slice(0) if "inter" in sizes else slice(None)
+        w13, s13, b13 = w13[experts, rows, hidden], s13[experts, rows], b13[experts, rows]
+        w2, s2, b2 = w2[experts, hidden, inter], s2[experts, hidden], b2[experts, hidden]
+        call = (x[:, hidden], args[1], w13, s13, b13, w2, s2, b2, 1, True)
+        with pytest.raises(ShapeMismatchError, match="w13.shape=.*at least 1"):
+            run(*call)
+        if "experts" in sizes:
+            absent = torch.full((2,), -1, dtype=torch.int32, device=device)
+            out = run(*call, absent)
+            assert out.shape == x.shape and not out.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 33, 300, 2000])
 def test_large_shapes(device, tokens):

@@ -16,7 +16,7 @@ from moe_layer import (
     run_kernels,
 )
 
-from oss_fused.errors import UnsupportedDtypeError
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.moe.config import (
     ExpertShape,
@@ -24,6 +24,7 @@ from oss_fused.kernels.moe.config import (
     Tile,
     choose_config,
 )
+from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
 from oss_fused.kernels.moe import triton as moe_triton
@@ -317,3 +318,27 @@ def test_products_of_a_routing_repeat(device, hidden, inter, tokens, fp8, kernel
         assert torch.equal(rows, expected) and rows.isfinite().all()
         tiles = int((routing.tiles[:, 0] >= 0).sum())
         assert routing.progress.tolist() == [tiles, 0, 0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_sizes_of_zero(device, backend):
+    """A rank may have no experts; without H or I there is no layer."""
+    run = get_kernel(backend, "moe_mxfp4")
+
+    def call(experts, inter, hidden, *rest):
+        return run(
+            torch.ones(3, hidden, dtype=torch.bfloat16, device=device),
+            torch.zeros(3, 4, device=device),
+            torch.zeros(experts, 2 * inter, hidden // 2, dtype=torch.uint8, device=device),
+            torch.zeros(experts, inter // 32, -(-hidden // 128), 64, dtype=torch.int32).to(device),
+            None,
+            torch.zeros(experts, hidden, inter // 2, dtype=torch.uint8, device=device),
+            torch.zeros(experts, hidden // 64, -(-inter // 128), 64, dtype=torch.int32).to(device),
+            *(None, 2, True, *rest),
+        )
+
+    for sizes in ((0, 32, 64), (4, 0, 64), (4, 32, 0)):
+        with pytest.raises(ShapeMismatchError, match=r"w13.shape=.*I and H of at least 1"):
+            call(*sizes)
+    out = call(0, 32, 64, torch.full((4,), -1, dtype=torch.int32, device=device))
+    assert out.shape == (3, 64) and not out.any()

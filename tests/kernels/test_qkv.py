@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.op import get_kernel
 from tests.kernels.test_rope import cache_pair
 
@@ -131,6 +131,8 @@ def test_no_tokens_and_wrong_shapes(backend, device):
     assert run(backend, x, x_scale, arguments, torch.bfloat16)[0].shape == (0, 128)
     with pytest.raises(ShapeMismatchError):
         run(backend, x[:, :64], x_scale, arguments, torch.bfloat16)
+    with pytest.raises(UnsupportedDtypeError, match="key_cache.dtype=torch.float16: expected one"):
+        run(backend, x, x_scale, arguments, torch.float16)
 
 
 def test_opcheck(device):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oss_fused import functional as F
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -152,3 +152,15 @@ def test_opcheck(device, check_op):
     cos, sin = tables(3, 8, device)
     args = (randn(2, 3, 16, device=device), randn(16, device=device), cos, sin, 1e-6)
     check_op(torch.ops.oss_fused.rmsnorm_rope.default, args)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_cache_has_the_dtype_of_qkv_or_is_fp8(backend, device):
+    index = torch.arange(4, device=device)
+    table, qkv = randn(8, 16, device=device), randn(4, 48, device=device)
+    caches = cache_pair(torch.float16, 1, 16, device)
+    words = "key_cache.dtype=torch.float16: expected one of float8_e4m3fn, bfloat16"
+    with pytest.raises(UnsupportedDtypeError, match=words):
+        get_kernel(backend, "rope_kv")(
+            *(qkv, index, table, 1, True, *caches, index), None, None, None, None, 1e-6
+        )

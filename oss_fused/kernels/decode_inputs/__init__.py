@@ -9,18 +9,31 @@ of R sequences:
     slot_mappings[g, r] = block_tables[g][r, positions[r] // size] * size + positions[r] % size
 
 sampled [R] and tokens [R, K] int64, input_ids [>= R] and seq_lens [>= R] int32, positions [>= R]
-and slot_mappings [G, >= R] int64, block_tables: G tensors [>= R, blocks] int32, and block_sizes,
-``size`` of each. Rows beyond R, which pad a CUDA graph, stay as they are.
+and slot_mappings [G, >= R] int64, block_tables: G tensors [>= R, blocks] int32 with unit stride
+along the blocks, and block_sizes, ``size`` of each. Rows beyond R, which pad a CUDA graph, stay as
+they are.
 """
 
 from __future__ import annotations
 
 import torch
 
-from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels.checks import check_dtype, check_on_device
 from oss_fused.kernels.contract import Operand
 from oss_fused.kernels.decode_inputs import reference
 from oss_fused.kernels.op import declare
+
+
+def _check_table(name: str, table: torch.Tensor, device: torch.device) -> None:
+    check_dtype(name, table, (torch.int32,))
+    check_on_device(device, name, table)
+    if table.dim() != 2:
+        raise ShapeMismatchError(f"{name}.shape={tuple(table.shape)}: expected [rows, blocks]")
+    if table.stride(1) != 1 and table.shape[1] > 1:
+        raise ShapeMismatchError(
+            f"{name}.stride()={table.stride()}: expected unit stride along the last dimension"
+        )
 
 
 def _check(
@@ -42,9 +55,10 @@ def _check(
             f"block_tables={len(block_tables)} tensors and block_sizes={block_sizes}: expected "
             f"{groups} each, one of each row of slot_mappings"
         )
-    for table in block_tables:
-        if table.dtype != torch.int32:
-            raise UnsupportedDtypeError(f"block_tables.dtype={table.dtype}: expected torch.int32")
+    for i, (table, size) in enumerate(zip(block_tables, block_sizes)):
+        _check_table(f"block_tables[{i}]", table, sampled.device)
+        if size < 1:
+            raise SchemeError(f"block_sizes[{i}]={size}: expected at least 1")
     sizes = {
         "input_ids": input_ids.shape[0],
         "positions": positions.shape[0],

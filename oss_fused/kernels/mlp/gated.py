@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import as_rows
+from oss_fused.kernels.checks import as_rows, has_aligned_rows
 from oss_fused.kernels.gemm.portable import tile_of
 from oss_fused.kernels.gemm.scales import scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
@@ -128,7 +128,7 @@ def gated_mlp(
 
     ``config`` is the tuner's: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages.
     """
-    n, k = gate_weight.shape
+    n = gate_weight.shape[0]
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -137,12 +137,12 @@ def gated_mlp(
     if gate_scale is not None and up_scale is not None:
         channels = gate_scale.numel() != 1 or up_scale.numel() != 1
         rows, x_scale = quantize_fp8(rows, None, "token")
-        scales = _Scales(x_scale, gate_scale.expand(n, 1), up_scale.expand(n, 1))
+        gate_scale, up_scale = (s.reshape(-1, 1).expand(n, 1) for s in (gate_scale, up_scale))
+        scales = _Scales(x_scale, gate_scale, up_scale)
         if channels:
-            scales = _Scales(x_scale, scales.gate.contiguous(), scales.up.contiguous())
+            scales = _Scales(x_scale, gate_scale.contiguous(), up_scale.contiguous())
     gate_weight, up_weight = gate_weight.contiguous(), up_weight.contiguous()
-    aligned = all(t.data_ptr() % 16 == 0 for t in (rows, gate_weight, up_weight))
-    tma = aligned and (k * rows.element_size()) % 16 == 0
+    tma = all(has_aligned_rows(t) for t in (rows, gate_weight, up_weight))
     on_gate = activation_on == "gate"
     if config is None and tma and rows.shape[0] > _FEW_ROWS and runs_gluon(x.device):
         from oss_fused.kernels.mlp.gated_cooperative import gated_cooperative

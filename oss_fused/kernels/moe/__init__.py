@@ -41,8 +41,9 @@ moe_mxfp4(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top
     (up + 1)) or "silu" (gate * sigmoid(gate) * up).
     fp8_min_tokens: batches of at least that many tokens use FP8 activations (x per token, the
     intermediate with the static scale 1/8 that the clamps allow; "swigluoai" only); -1 never.
-    Below it the arithmetic is that of x's dtype: products exact, float32 sums, the intermediate
-    rounded to x's dtype.
+    Below it the intermediate is rounded to x's dtype and sums are float32. Products are exact for
+    bfloat16; of float16 values they take 9 significant bits, rounded. Both down to 2^-13 of a
+    row's largest value.
     Safe under CUDA graphs: no host sync, and what runs depends on shapes only. Sums are in a fixed
     order, so results are reproducible. T = 0 is valid. Rows of x or router_logits that hold NaN
     come out as NaN and touch no other row.
@@ -91,6 +92,12 @@ def _check_top_k(router_logits: torch.Tensor, top_k: int) -> None:
 def _check_routing(
     router_logits: torch.Tensor, w13: torch.Tensor, top_k: int, expert_map: torch.Tensor | None
 ) -> None:
+    # without experts of its own a rank has a map that says so
+    least = 1 if expert_map is None else 0
+    if w13.shape[0] < least or not min(w13.shape[1:]):
+        raise ShapeMismatchError(
+            f"w13.shape={tuple(w13.shape)}: expected E of at least {least}, I and H of at least 1"
+        )
     _check_top_k(router_logits, top_k)
     experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
     check_shape("router_logits", router_logits, (router_logits.shape[0], experts))
@@ -179,6 +186,7 @@ def _check_block(
     bf16_rows: int = 0,
 ) -> None:
     check_bf16_rows(bf16_rows, "next_scale", next_scale)
+    _check_router(gate)
     logits = x.new_empty((x.shape[0], gate.shape[0]), device="meta")
     _check_mxfp4(x, logits, w13, w13_scale, w2, w2_scale, top_k, None)
     least = min(x.shape[0], SHARED_ROWS)

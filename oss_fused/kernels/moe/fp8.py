@@ -37,9 +37,9 @@ def moe_fp8(
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if tokens == 0:
-        return out
     experts, rows13, _ = w13.shape
+    if tokens == 0 or experts == 0:
+        return out.zero_()
     pairs, inter = tokens * top_k, rows13 // 2
     rows = fp8_rows(pairs, experts)
     routing = route(

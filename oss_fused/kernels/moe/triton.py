@@ -81,9 +81,9 @@ def moe_mxfp4(
     check_dtype("x", x, HALF_DTYPES)
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if tokens == 0:
-        return out
     experts, rows13, _ = w13.shape
+    if tokens == 0 or experts == 0:
+        return out.zero_()
     fp8 = uses_fp8_activations(tokens, activation, fp8_min_tokens)
     if config is None:
         gluon = activation == "swigluoai" and runs_gluon_products(x.device, rows13, hidden)

@@ -20,7 +20,7 @@ from oss_fused.kernels.checks import FLOAT_DTYPES, FP8
 from oss_fused.kernels.contract import OneOf, Operand, Scale
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.qkv import reference
-from oss_fused.kernels.rope import CACHE_EXAMPLE, CACHE_RULES, check_rotary, rotated_q
+from oss_fused.kernels.rope import CACHE_EXAMPLE, CACHE_RULES, check_cache, rotated_q
 
 
 def _check(
@@ -30,12 +30,13 @@ def _check(
     key_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     x: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> None:
     kv_heads, head_dim = key_cache.shape[2:]
     outputs = (num_heads + 2 * kv_heads) * head_dim
     if weight.shape[0] != outputs:
         raise ShapeMismatchError(f"weight.shape={tuple(weight.shape)}: expected [{outputs}, K]")
-    check_rotary(cos_sin_cache, key_cache)
+    check_cache(cos_sin_cache, key_cache, out_dtype)
     if slot_mapping.shape[0] > x.shape[0]:
         raise ShapeMismatchError(
             f"slot_mapping.shape={tuple(slot_mapping.shape)}: expected at most {x.shape[0]} slots"

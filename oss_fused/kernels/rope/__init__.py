@@ -11,10 +11,10 @@ rope_kv: qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided; posi
 cos_sin_cache [positions, rotary_dim] (cos | sin, YaRN's factors included), rotary_dim <= head_dim;
 is_neox pairs (i, i + half), otherwise (2 i, 2 i + 1). Returns the rotated q [T, num_heads *
 head_dim] and writes k (rotated) and v to key_cache and value_cache [blocks, block_size, kv_heads,
-head_dim] (views of vLLM's cache, any strides) at slot_mapping [<= T]; slot -1 is padding. An FP8
-cache takes x / scale with k_scale and v_scale [1] (1 where None). q_norm and k_norm [head_dim]
-apply RMSNorm to each head of q and k first (Qwen3). With q_scale [1] the returned q is FP8,
-q / q_scale, as attention over an FP8 cache takes it.
+head_dim] (views of vLLM's cache, any strides) at slot_mapping [<= T]; slot -1 is padding. A cache
+has qkv's dtype or is FP8, and then takes x / scale with k_scale and v_scale [1] (1 where None).
+q_norm and k_norm [head_dim] apply RMSNorm to each head of q and k first (Qwen3). With q_scale [1]
+the returned q is FP8, q / q_scale, as attention over an FP8 cache takes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, INT_DTYPES
+from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, INT_DTYPES, check_dtype
 from oss_fused.kernels.contract import Epsilon, Operand, Rule, Scale
 from oss_fused.kernels.op import declare
 from oss_fused.kernels.rope import reference
@@ -50,15 +50,16 @@ def check_heads(
     width = (num_heads + 2 * kv_heads) * head_dim
     if qkv.shape[1] != width:
         raise ShapeMismatchError(f"qkv.shape={tuple(qkv.shape)}: expected [tokens, {width}]")
-    check_rotary(cos_sin_cache, key_cache)
+    check_cache(cos_sin_cache, key_cache, qkv.dtype)
     if slot_mapping.shape[0] > qkv.shape[0]:
         raise ShapeMismatchError(
             f"slot_mapping.shape={tuple(slot_mapping.shape)}: expected at most {qkv.shape[0]} slots"
         )
 
 
-def check_rotary(cos_sin_cache: torch.Tensor, key_cache: torch.Tensor) -> None:
-    """Raise unless the rotated part is even and fits into a head."""
+def check_cache(cos_sin_cache: torch.Tensor, key_cache: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise unless the cache takes ``dtype``, and the rotated part is even and fits into a head."""
+    check_dtype("key_cache", key_cache, (FP8, dtype))
     rotary, head_dim = cos_sin_cache.shape[1], key_cache.shape[3]
     if rotary % 2 or rotary > head_dim:
         raise ShapeMismatchError(
