@@ -29,7 +29,14 @@ from tqdm import tqdm
 
 from oss_fused.errors import OssFusedError, SchemeError
 from oss_fused.quant.calibrator import Run, Summary
-from oss_fused.quant.pipeline import BOTH, calibrate, calibrate_both, rehearse
+from oss_fused.quant.pipeline import (
+    BOTH,
+    calibrate,
+    calibrate_both,
+    end_replacements,
+    is_finished,
+    rehearse,
+)
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import load_record
 from oss_fused.quant.run_options import RunOptions
@@ -42,26 +49,32 @@ def main(argv: list[str] | None = None) -> int:
     args = calibrate_options.make_parser(__doc__).parse_args(argv)
     both = set(args.formats or ()) == set(BOTH)
     # what an interrupted run is judged by: of two checkpoints the one that is made last
-    output = Path(args.output) / BOTH[-1] if both else Path(args.output)
-    before = _inode(output)
+    output = args.output / BOTH[-1] if both else args.output
+    before = None
     try:
+        before = _inode(output)
         recipe = make_recipe(calibrate_options.settings_of(args))
         if args.fp8_stage and recipe.accuracy_target is None:
             raise SchemeError(
-                f"--fp8-stage={args.fp8_stage!r}: is where a search begins; expected "
+                f"--fp8-stage={str(args.fp8_stage)!r}: is where a search begins; expected "
                 f"--accuracy-target beside it"
             )
         options = RunOptions(
-            model=Path(args.model),
-            output=Path(args.output),
+            model=args.model,
+            output=args.output,
             adapter=args.adapter,
             device=args.device,
             resume=args.resume,
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
-            stage=args.fp8_stage and Path(args.fp8_stage),
+            stage=args.fp8_stage,
             kept={"--trend": args.trend} if args.trend else {},
         )
+        if not args.dry_run:
+            end_replacements(options, both)
+        if is_finished(recipe, options, both):
+            tell(f"{args.output}: finished already, with these settings; nothing to do")
+            return 0
         if args.dry_run:
             for run in rehearse(recipe, options, both):
                 describe(run)
@@ -79,6 +92,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\ncalibrate.py: interrupted; {fate(output, before, remedy)}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # what is beside the output has a longer name
+            print(f"calibrate.py: error: {error}", file=sys.stderr)
+            return USAGE_ERROR
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "go on with the same command and --resume"
         remedy = f"free some space, then {remedy}" if full else remedy

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import compare, compare_report, streaming, summary
+from harness.arguments import content_of
 from harness.arms import check_model
 from harness.compare_options import make_parser
 from harness.grid import make_grid
@@ -134,7 +135,15 @@ def is_comparison(folder: Path) -> bool:
 
 def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a usage error where --render cannot work."""
-    check_json(parser, "--render", args.render / "results.json", "measurements")
+    file = args.render / "results.json"
+    check_json(parser, "--render", file, "measurements")
+    try:
+        # a trial: the report is made before anything is replaced
+        with content_of("--render", file, "a results.json of compare.py"):
+            results = condensed(json.loads(file.read_text()))
+            compare_report.make_report(results, draw=False)
+    except ValueError as error:
+        parser.error(str(error))
     if args.summary and not args.summary_prefix:
         parser.error("--summary: needs --summary-prefix")
 

@@ -27,6 +27,7 @@ import torch
 from harness.arguments import Help, output_folder, positive
 from harness.comprehensive_report import OURS, kernel_summary
 from harness.dashboard import DASHBOARD, alerts
+from harness.regression import is_number
 
 from oss_fused.bench.memory import leaked_bytes
 from oss_fused.bench.suite import BenchmarkSuite, describe
@@ -105,7 +106,13 @@ def rows_of(path: Path) -> dict[str, Any]:
     """
     try:
         rows = json.loads(path.read_text())["rows"]
-        return {row["name"]: row for row in rows if row["status"] == "ok"}
+        found = {row["name"]: row for row in rows if row["status"] == "ok"}
+        for name, row in found.items():
+            if not is_number(row["latency_ms"]) or row["latency_ms"] <= 0:
+                raise ValueError(f"{name}: latency_ms={row['latency_ms']!r}")
+            if not is_number(row["relative_error"]):
+                raise ValueError(f"{name}: relative_error={row['relative_error']!r}")
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--baseline {path}: expected an accuracy_performance.json ({error!r})"

@@ -81,13 +81,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--trend, --thresholds, --summary: need --fp8")
     if args.markdown and not args.trend:
         parser.error("--markdown: needs --trend")
-    if args.write_adaptive_thresholds and not (args.trend and args.thresholds):
+    made = args.write_adaptive_thresholds
+    if args.thresholds and not made and not args.thresholds.is_file():
+        parser.error(
+            f"--thresholds {args.thresholds}: no such file; --write-adaptive-thresholds makes it"
+        )
+    if made and not (args.trend and args.thresholds):
         parser.error("--write-adaptive-thresholds: needs --trend and --thresholds")
     return args
 
 
 def _size(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number above 0")
     return int(text)
 
@@ -113,7 +118,7 @@ def control(args: argparse.Namespace, results: dict[str, Any]) -> int:
             args.markdown.parent.mkdir(parents=True, exist_ok=True)
             args.markdown.write_text(attention_regression.report(runs, limits))
         if args.write_adaptive_thresholds and not failed:
-            lower = attention_regression.write_adaptive(args.thresholds, limits, runs)
+            lower = attention_regression.write_adaptive(args.thresholds, runs)
             for name, value in lower.items():
                 print(f"{name}: limit lowered to {value:.4g}", file=sys.stderr)
     for sentence in failed:

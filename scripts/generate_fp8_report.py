@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--thresholds", type=Path, help="its limits")
     parser.add_argument("--output", type=output_folder, default=Path("reports"), help="folder")
     args = parser.parse_args(argv)
+    if args.thresholds and not args.thresholds.is_file():
+        parser.error(f"--thresholds {args.thresholds}: no such file")
     try:
         with content_of("ACCURACY", args.accuracy, "a result of eval_attention_accuracy.py --fp8"):
             report = make_report(json.loads(args.accuracy.read_text()))

@@ -22,9 +22,8 @@ import argparse
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-from harness.arguments import positive, seed
+from harness.arguments import place, positive, seed
 
 from oss_fused.errors import CheckpointError, OssFusedError
 
@@ -73,7 +72,7 @@ def parse_args(
     parser.add_argument("--layers", type=positive, help="another number of layers")
     parser.add_argument("--seed", type=seed, default=0, help="default: 0")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--output", type=Path, required=True, help="folder to create")
+    parser.add_argument("--output", type=place, required=True, help="folder to create")
     return parser.parse_args()
 
 

@@ -96,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gpu = has_gpu()
     runnable = [m for m in chosen if (gpu if m.gpu else not args.gpu_only)]
-    before = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    results = Results(args.output, before.get("mutants", {}), mutants)
+    try:
+        results = Results(args.output, read_results(args.output), mutants)
+    except ValueError as error:
+        print(f"mutants: {error}", file=sys.stderr)
+        return 2
     run_all(runnable, results, args.jobs, args.timeout)
     return report(chosen, results, args)
 
@@ -123,13 +126,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--summary",
         type=summary_file,
-        help="summary.json to add tests.mutants* to, if all have run",
+        help="summary.json to add tests.mutants* to, if all have run; not with --area, --name or "
+        "--gpu-only",
     )
     args = parser.parse_args(argv)
     for name in ("jobs", "timeout"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}={getattr(args, name)}: expected at least 1")
+    if args.summary and (args.area or args.name or args.gpu_only):
+        parser.error("--summary: counts all mutants; expected no --area, --name or --gpu-only")
     return args
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Mutant -> what an earlier run found; empty where there is no file yet.
+
+    Raises:
+        ValueError: the file holds something else; names it.
+    """
+    if not path.exists():
+        return {}
+    try:
+        known: dict[str, Any] = json.loads(path.read_text())["mutants"]
+        for name, entry in known.items():
+            if not {"sources", "outcome", "file"} <= entry.keys():
+                raise KeyError(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--output={str(path)!r}: expected a JSON file that this script wrote ({error!r})"
+        ) from None
+    return known
 
 
 def load(folder: Path) -> list[Mutant]:

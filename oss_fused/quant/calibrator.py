@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from oss_fused.quant.record_builder import SearchResult, build_record
 from oss_fused.quant.run_options import RunOptions, check_output, pick_device
 from oss_fused.quant.self_check import load_prompts, write_self_check
 from oss_fused.quant.skeleton import ModelSkeleton, layer_step
-from oss_fused.quant.streaming import LayerStream
+from oss_fused.quant.streaming import LayerStream, bytes_of_states
 
 # wraps an iterable of steps or layers; the text describes the loop
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -132,6 +133,17 @@ class Run:
         """Bytes of the output's tensors."""
         return sum(spec.nbytes for spec in self.plan.specs)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the hidden states that the run saves until its output is complete."""
+        width = self.skeleton.config.hidden_size
+        return bytes_of_states([len(sample) for sample in self.samples], width)
+
+    @cached_property
+    def base_digest(self) -> str | None:
+        """Hash of the checkpoint whose MXFP4 codes are kept, None without one."""
+        return None if self.rounder.base is None else self.rounder.base.digest()
+
     def identity(self) -> str:
         """Hash of all that decides the output: a run can resume another of the same identity."""
         return self.recipe.digest(
@@ -140,7 +152,7 @@ class Run:
             self.options.max_shard_bytes,
             # of tokens, not of the file: tokenizer and chat template decide them too
             self.data(),
-            self.rounder.base and self.rounder.base.digest(),
+            self.base_digest,
         )
 
     def data(self) -> str | None:
@@ -179,6 +191,7 @@ class Run:
             options.resume,
             options.overwrite,
             lock,
+            self.state_bytes,
         )
         try:
             try:
@@ -303,6 +316,7 @@ class Run:
         return [sample for i, sample in enumerate(samples) if i not in chosen]
 
     def _write_assets(self, writer: CheckpointWriter, summary: Summary) -> None:
+        writer.drop_assets()
         copy_assets(self.assets, writer.partial)
         config = self.plan.quantization_config()
         plain = self.recipe.format == "mxfp4"
@@ -312,9 +326,8 @@ class Run:
         record = build_record(
             self.skeleton, self.plan, self.recipe, writer.steps, tokens, self.search
         )
-        base = self.rounder.base and self.rounder.base.digest()
         record = record.model_copy(
-            update={"source": self.source, "data": self.data(), "base": base}
+            update={"source": self.source, "data": self.data(), "base": self.base_digest}
         )
         write_record(writer.partial, record)
         recipe = self.recipe.to_yaml()

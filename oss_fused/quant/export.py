@@ -162,15 +162,17 @@ def _weight_metrics(weight: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) 
     top = float(weight.abs().amax()) or 1.0
     counts = torch.zeros(_BINS, dtype=torch.float64, device=weight.device)
     errors, norm = dict.fromkeys(("weight", *FORMATS), 0.0), 0.0
+    # in float64: squares of values above 1e19 exceed float32
     for start in range(0, weight.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         original = weight[rows].float()
-        counts += torch.histc(original, _BINS, -top, top)
-        norm += float(original.square().sum())
+        exact = original.double()
+        counts += torch.histc(exact, _BINS, -top, top)
+        norm += float(exact.square().sum())
         rounded = {"weight": dequantize(q[rows], scale[rows])}
         rounded |= {name: dequantize(*quantize(original, fmt=fmt)) for name, fmt in FORMATS.items()}
         for name, values in rounded.items():
-            errors[name] += float((values - original).square().sum())
+            errors[name] += float((values - exact).square().sum())
     relative = {name: (error / norm) ** 0.5 if norm else 0.0 for name, error in errors.items()}
     return {
         "weight_error": relative.pop("weight"),

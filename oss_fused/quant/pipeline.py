@@ -13,7 +13,7 @@ import torch
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.calibrator import Progress, Run, Summary
-from oss_fused.quant.checkpoint.place import OutputLock, real
+from oss_fused.quant.checkpoint.place import OutputLock, real, replacement_of, settle_replacement
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.checkpoint.writer import check_places
 from oss_fused.quant.plan import make_plan
@@ -83,6 +83,8 @@ def calibrate(
     # held for the whole search: another run of the same settings would replace the base meanwhile
     lock = OutputLock(real(options.output))
     try:
+        settle_replacement(real(options.output))
+        check_output(options, recipe)
         if _is_made(base, options):
             _check_stage(base, plain, run)
         else:
@@ -97,6 +99,37 @@ def calibrate(
     if options.stage is None:
         shutil.rmtree(base)
     return summary
+
+
+def is_finished(recipe: Recipe, options: RunOptions, both: bool = False) -> bool:
+    """Whether a resume has nothing to do: each output was made as this run would make it.
+
+    Arguments and errors are those of ``rehearse``.
+    """
+    wanted = split_formats(recipe, options) if both else ((recipe, options),)
+    places = [own.output for _, own in wanted]
+    if options.overwrite or not options.resume:
+        return False
+    if not all((place / RECORD).is_file() for place in places):
+        return False
+    run = Run(wanted[0][0], dataclasses.replace(wanted[0][1], overwrite=True))
+    return not any(_made_otherwise(own.output, other, run) for other, own in wanted)
+
+
+def end_replacements(options: RunOptions, both: bool = False) -> None:
+    """Settle what an --overwrite that was killed left beside the output, or the outputs.
+
+    Raises:
+        CheckpointError: another run writes there.
+    """
+    output = real(options.output)
+    for place in [output / name for name in BOTH] if both else [output]:
+        if replacement_of(place)[1].exists():
+            lock = OutputLock(place)
+            try:
+                settle_replacement(place)
+            finally:
+                lock.release()
 
 
 def rehearse(recipe: Recipe, options: RunOptions, both: bool = False) -> list[Run]:
@@ -121,6 +154,8 @@ def rehearse(recipe: Recipe, options: RunOptions, both: bool = False) -> list[Ru
     else:
         runs = [Run(recipe, options)]
     check_places({place: size for run in runs for place, size in _places(run).items()})
+    for run in runs:
+        check_places({run.options.output: run.output_bytes + run.state_bytes})
     return runs
 
 
@@ -304,6 +339,8 @@ def _made_otherwise(folder: Path, recipe: Recipe, run: Run) -> str | None:
         return f"from other weights than those of MODEL={str(run.options.model)!r}"
     if record.data != run.data():
         return "with other calibration samples than --dataset and the tokenizer give now"
+    if record.base != run.base_digest:
+        return f"with another checkpoint than --base={run.recipe.base!r}"
     return None
 
 

@@ -7,6 +7,9 @@ weights, to observe; then quantised, as it will be served, to make the next laye
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,7 +160,13 @@ class LayerStream:
         states = {str(i): hidden for i, hidden in enumerate(self.hidden)}
         # safetensors refuses tensors that share memory, as these do before the first layer
         states |= {f"unquantised-{i}": hidden.clone() for i, hidden in enumerate(self.baseline)}
-        save_file(states, part)
+        try:
+            save_file(states, part)
+        except SafetensorError as error:
+            # its own exception, also of a full disk, hides the system's
+            found = re.search(r"os error (\d+)", str(error))
+            code = int(found[1]) if found else errno.EIO
+            raise OSError(code, os.strerror(code), str(part)) from error
         sync(part)
         part.replace(path)
         sync(self.state)
@@ -280,6 +289,11 @@ class LayerStream:
 
     def _saved_layers(self) -> list[int]:
         return [int(path.stem.split("-")[1]) for path in self.state.glob("hidden-*.safetensors")]
+
+
+def bytes_of_states(tokens: Sequence[int], width: int) -> int:
+    """Bytes of what ``commit`` saves of samples of so many tokens, twice: old and new at once."""
+    return 2 * 4 * width * (sum(tokens) + sum(tokens[:_ERROR_SAMPLES]))
 
 
 def _load_states(path: Path) -> dict[str, torch.Tensor] | None:

@@ -7,7 +7,9 @@ And the help's formatter, which adds defaults.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +57,26 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{value}: expected 0 to 1")
     return value
+
+
+def place(text: str) -> Path:
+    """A path that a file system can hold, as argparse's ``type``; nothing need be there.
+
+    Raises:
+        ArgumentTypeError: it is empty, or too long.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("'': expected a path")
+    try:
+        os.lstat(text)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r}...: {error.strerror}; expected a shorter one"
+            ) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return Path(text)
 
 
 def output_file(text: str) -> Path:

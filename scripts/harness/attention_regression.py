@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.regression import largest
+from harness.regression import is_number, largest
 from oss_fused.bench import charts
 from oss_fused.bench.report import Report
 from oss_fused.files import write_json
@@ -61,21 +61,26 @@ def load_trend(path: Path) -> list[dict[str, float]]:
     """
     runs = _read(path)
     if not isinstance(runs, list) or not all(
-        isinstance(one, dict) and one.keys() >= _FIGURES for one in runs
+        isinstance(one, dict) and all(is_number(one.get(name)) for name in _FIGURES) for one in runs
     ):
-        raise ValueError(f"{path}: expected a list of runs with {', '.join(sorted(_FIGURES))}")
+        raise ValueError(
+            f"{path}: expected a list of runs with finite numbers as {', '.join(sorted(_FIGURES))}"
+        )
     return runs
 
 
 def append_trend(path: Path, run: Mapping[str, float]) -> list[dict[str, float]]:
     """Add a run to the file; returns the last TREND_RUNS, oldest first.
 
+    A run with a figure that is no finite number is returned, but not kept: no mean would have one.
+
     Raises:
         ValueError: the file is no list of runs; names it.
     """
     runs = load_trend(path) if path.exists() else []
     runs = [*runs, dict(run)][-TREND_RUNS:]
-    write_json(path, runs)
+    kept = runs if all(map(is_number, run.values())) else runs[:-1]
+    write_json(path, kept)
     return runs
 
 
@@ -91,10 +96,12 @@ def adaptive_limits(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def write_adaptive(
-    path: Path, limits: Mapping[str, float], runs: Sequence[Mapping[str, float]]
-) -> dict[str, float]:
-    """Write limits of the trend where they are lower than ``limits``; returns those."""
+def write_adaptive(path: Path, runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Write limits of the trend where they are lower than the file's; returns those.
+
+    Limits that flags give for one run are no part of the file.
+    """
+    limits = load_limits(path, {})
     lower = {
         name: value for name, value in adaptive_limits(runs).items() if 0 < value < limits[name]
     }

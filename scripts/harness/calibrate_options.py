@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from harness.arguments import place
 from harness.calibration_report import trend_file
 from oss_fused.errors import SchemeError
 from oss_fused.quant.pipeline import BOTH
@@ -37,18 +37,25 @@ def _add_run_options(add: Callable[..., Any]) -> None:
     """Where the run reads and writes, and how it runs."""
     add(
         "model",
+        type=place,
         metavar="MODEL",
         help="folder of the checkpoint to quantise; gpt-oss also as Unsloth saves it (a linear per "
         "expert)",
     )
     add(
         "--adapter",
-        type=Path,
+        type=place,
         metavar="DIR",
         help="LoRA adapter that PEFT saved; it is merged into MODEL tensor by tensor (linears, "
         "experts' parameters, modules_to_save)",
     )
-    add("--output", required=True, metavar="DIR", help="folder to make; appears when complete")
+    add(
+        "--output",
+        type=place,
+        required=True,
+        metavar="DIR",
+        help="folder to make; appears when complete",
+    )
     add(
         "--format",
         dest="formats",
@@ -78,7 +85,12 @@ def _add_run_options(add: Callable[..., Any]) -> None:
         help="such as 500MB or 5GB (default: 5GB)",
     )
     add("--overwrite", action="store_true", help="replace DIR if it exists, once the new is whole")
-    add("--resume", action="store_true", help="go on with an interrupted run of the same settings")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with an interrupted run of the same settings; one that has finished is left as "
+        "it is",
+    )
     add("--dry-run", action="store_true", help="check everything, say what would be made, stop")
 
 
@@ -158,6 +170,7 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
     )
     add(
         "--fp8-stage",
+        type=place,
         metavar="DIR",
         help="with --accuracy-target: keep the checkpoint with everything in FP8 there, or take it "
         "from there, so that another target only searches",
@@ -197,7 +210,7 @@ def _add_calibration_options(add: Callable[..., Any]) -> None:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The recipe's settings: file first, flags over it."""
-    settings = load_recipe(args.recipe) if args.recipe else {}
+    settings = {} if args.recipe is None else load_recipe(args.recipe)
     formats = set(args.formats or ())
     if len(formats) > 1 and formats != set(BOTH):
         raise SchemeError(
@@ -240,7 +253,8 @@ def parse_target(text: str) -> float:
 def parse_size(text: str) -> int:
     """Bytes of a size such as "5GB"."""
     number, unit = text[:-2], text[-2:].upper()
-    if unit not in _UNITS or not number.strip().replace(".", "", 1).isdigit():
+    # isdigit() holds for "²", which is no number
+    if unit not in _UNITS or not number.strip().replace(".", "", 1).isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number and KB, MB or GB")
     size = int(float(number) * _UNITS[unit])
     if size <= 0:

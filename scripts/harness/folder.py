@@ -47,8 +47,9 @@ def atomic_folder(output: Path) -> Iterator[Path]:
         scratch.rename(output)
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        # safetensors reports a full disk with an exception of its own
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+        # safetensors and tokenizers report a full disk with exceptions of their own
+        own = type(error).__name__ == "SafetensorError" or "(os error " in str(error)
+        if own or isinstance(error, OSError):
             raise CheckpointError(f"output {output}: writing failed: {error}") from error
         raise
 

@@ -30,6 +30,9 @@ _MIN_ALLOWED, _MAX_ALLOWED, _NOISE_FACTOR = 0.05, 0.5, 4.0
 _ERROR_ROOM = 1.1
 # what a row may be measured in
 _TIMES = ("ratio", "latency_ms")
+_KEYS = ("operation", "problem", "implementation")
+# what else a row is judged by: numbers, NaN included, or absent
+_FIGURES = (*_TIMES, "error", "relative_error", "relative_std")
 
 
 class RowVerdict(Enum):
@@ -71,21 +74,29 @@ def load_results(path: str | Path) -> dict[str, Any]:
     if raw.get("format") != FORMAT or not isinstance(rows, list):
         raise ValueError(f"{path}: not a result file (format {raw.get('format')!r}, no rows)")
     for row in rows:
-        if not isinstance(row, dict) or not {"operation", "problem", "implementation"} <= set(row):
-            raise ValueError(f"{path}: a row lacks operation, problem or implementation")
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in _KEYS):
+            raise ValueError(
+                f"{path}: a row lacks operation, problem or implementation; expected a text as each"
+            )
+        for key in _FIGURES:
+            if not isinstance(row.get(key), int | float | None):
+                raise ValueError(f"{path}: a row has {key}={row[key]!r}; expected a number")
     return raw
 
 
 def rows_by_name(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """``operation/problem/implementation`` -> row."""
-    keys = ("operation", "problem", "implementation")
-    return {"/".join(row[key] for key in keys): row for row in results["rows"]}
+    return {"/".join(row[key] for key in _KEYS): row for row in results["rows"]}
 
 
 def compare_results(
     baseline: dict[str, Any], current: dict[str, Any], min_change: float = 0.03
 ) -> list[CheckedRow]:
-    """A verdict per row of two result files, by medians and the Mann-Whitney U test."""
+    """A verdict per row of two result files, by medians and the Mann-Whitney U test.
+
+    Raises:
+        ValueError: a row was not timed by BenchmarkSuite; names it.
+    """
     before, after = rows_by_name(baseline), rows_by_name(current)
     checked = []
     for name in [*before, *(n for n in after if n not in before)]:
@@ -94,6 +105,8 @@ def compare_results(
         if verdict is not None or old is None or new is None:
             checked.append(CheckedRow(name, verdict or RowVerdict.NEW, note=_message(new)))
             continue
+        for side, row in (("the baseline", old), ("the results", new)):
+            _check_samples(row, f"{name} of {side}")
         found = compare_samples(old["samples_ms"], new["samples_ms"], min_change)
         kind = {
             Verdict.FASTER: RowVerdict.FASTER,
@@ -103,6 +116,16 @@ def compare_results(
         times = (old["latency_ms"], new["latency_ms"])
         checked.append(CheckedRow(name, kind, *times, found.ratio, f"p={found.p_value:.2g}"))
     return checked
+
+
+def _check_samples(row: dict[str, Any], name: str) -> None:
+    samples = row.get("samples_ms")
+    timed = isinstance(samples, list) and samples and all(map(is_number, samples))
+    if not timed or not is_number(row.get("latency_ms")):
+        raise ValueError(
+            f"row {name} lacks numbers as latency_ms and samples_ms; expected those of "
+            f"BenchmarkSuite"
+        )
 
 
 def _without_time(old: dict[str, Any] | None, new: dict[str, Any] | None) -> RowVerdict | None:
@@ -135,12 +158,12 @@ class Thresholds:
         self.rows: dict[str, dict[str, float]] = raw.get("rows", {})
         sound = (
             raw.get("format") == FORMAT
-            and _is_number(self.default)
+            and is_number(self.default)
             and isinstance(self.rows, dict)
             and all(
                 isinstance(row, dict)
                 and any(name in row for name in (*_TIMES, "error"))
-                and all(map(_is_number, row.values()))
+                and all(map(is_number, row.values()))
                 and all(row[name] > 0 for name in _TIMES if name in row)
                 for row in self.rows.values()
             )
@@ -228,7 +251,8 @@ def largest(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

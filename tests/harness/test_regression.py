@@ -149,6 +149,25 @@ def test_tables_put_failures_first():
     assert "| SLOWER | c/8x8/oss_fused |" in report.markdown()
 
 
+@pytest.mark.parametrize("change", [{"operation": 1}, {"latency_ms": "fast"}, {"error": [1]}])
+def test_a_row_of_other_types_is_refused(tmp_path, change):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(results(row("a", 1.0, **change))))
+    with pytest.raises(ValueError, match=rf"bad\.json: a row .*{next(iter(change))}"):
+        load_results(path)
+
+
+@pytest.mark.parametrize("samples", [None, [], ["x"]])
+def test_a_comparison_needs_samples(tmp_path, capsys, samples):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(BASE))
+    new.write_text(json.dumps(results(row("a", 1.0, samples_ms=samples))))
+    assert ci_check.main(["--baseline", str(old), "--results", str(new)]) == 2
+    assert "a/8x8/oss_fused of the results lacks numbers as" in capsys.readouterr().err
+    assert ci_check.main(["--baseline", str(new), "--results", str(old)]) == 2
+    assert "a/8x8/oss_fused of the baseline lacks numbers as" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "rows": [{"operation": "x"}]}'])
 def test_bad_files_are_named(tmp_path, text):
     path = tmp_path / "bad.json"

@@ -204,6 +204,8 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(tmp_path: Path) 
     spec = TensorSpec("huge", torch.float32, (10**9, 10**9))
     with pytest.raises(CheckpointError, match=r"--output=.*needs .* GB are free"):
         CheckpointWriter(tmp_path / "out", [spec], 10**9, "id")
+    with pytest.raises(CheckpointError, match=r"--output=.*needs 1000000000.00 GB"):
+        make_writer(tmp_path / "out", state_bytes=10**18)
     assert list(tmp_path.iterdir()) == []
 
 

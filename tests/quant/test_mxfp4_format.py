@@ -14,7 +14,7 @@ from oss_fused.errors import CheckpointError, SchemeError
 from oss_fused.quant.calibrator import Run, RunOptions
 from oss_fused.quant.checkpoint.reader import CheckpointReader
 from oss_fused.quant.mxfp4 import unpack_mxfp4
-from oss_fused.quant.pipeline import calibrate_both, rehearse
+from oss_fused.quant.pipeline import calibrate_both, is_finished, rehearse
 from oss_fused.quant.recipe import make_recipe
 from tests.quant.runs import Models, calibrate, config_of, digests, tensors, whole_model
 from tests.quant.test_source import rewrite
@@ -116,7 +116,10 @@ def test_an_interrupted_pair_goes_on_with_the_second(
     assert sorted(p.name for p in (tmp_path / "out").iterdir())[0].startswith("mxfp4.partial-")
     resumed = RunOptions(models("gpt-oss"), tmp_path / "out", resume=True)
     assert [run.options.output.name for run in rehearse(recipe, resumed, both=True)] == ["mxfp4"]
+    assert not is_finished(recipe, resumed, both=True)
     assert [s.output.name for s in calibrate_both(recipe, resumed)] == ["mxfp4"]
+    assert is_finished(recipe, resumed, both=True)
+    assert not is_finished(recipe.model_copy(update={"seed": 1}), resumed, both=True)
     for name in ("oss-fp8", "mxfp4"):
         assert digests(tmp_path / "out" / name) == digests(tmp_path / "whole" / name)
 

@@ -345,7 +345,7 @@ def test_a_stage_of_other_weights_or_samples_is_refused(own, tmp_path: Path, tex
         os.utime(path, (1, 1))
     search(target_recipe(text, 1.6), RunOptions(moved, tmp_path / "two", stage=stage))
     state = tensors(moved)
-    state["model.layers.1.mlp.up_proj.weight"][-1, -1] += 1
+    state["model.layers.1.mlp.up_proj.weight"][48, 0] += 1
     save_file(state, moved / "model.safetensors")
     with pytest.raises(CheckpointError, match="--fp8-stage=.*from other weights than those of MOD"):
         search(target_recipe(text), RunOptions(moved, tmp_path / "three", stage=stage))
@@ -369,7 +369,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_place(tmp_path: Path) -> 
 
     first = made("a").digest()
     assert made("b").digest() == first
-    for at in (0, 1 << 20, (3 << 20) - 1):
+    for at in (0, 5000, 1 << 20, (3 << 20) - 1):
         changed = torch.zeros(3 << 20)
         changed[at] = 1
         assert made(f"at-{at}", w=changed).digest() != first

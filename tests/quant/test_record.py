@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.calibrator import RunOptions
 from oss_fused.quant.pipeline import calibrate
 from oss_fused.quant.recipe import make_recipe
 from oss_fused.quant.record import CalibrationRecord, load_record
+from tests.quant.runs import changed
 
 Models = Callable[[str], Path]
 
@@ -21,6 +23,17 @@ Models = Callable[[str], Path]
 def record_of(model: Path, output: Path, **settings: object) -> CalibrationRecord:
     calibrate(make_recipe(settings), RunOptions(model, output))
     return load_record(output)
+
+
+def test_weights_whose_squares_exceed_float32_are_judged(models: Models, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj"
+    weight = (torch.randn(96, 64) * 5e37).to(torch.bfloat16)
+    source = changed(models, tmp_path, "llama", **{f"{name}.weight".replace(".", "__"): weight})
+    by_name = {linear.name: linear for linear in record_of(source, tmp_path / "out").linears}
+    judged = by_name[name]
+    assert judged.weight_error is not None and 0.01 < judged.weight_error < 0.05
+    assert judged.weight_histogram is not None
+    assert sum(judged.weight_histogram.counts) == weight.numel()
 
 
 def test_without_data_only_weights_are_judged(models: Models, tmp_path: Path) -> None:

@@ -25,6 +25,14 @@ FILES = {
         "rows": [1],
     },
     "key.yaml": "1: 2",
+    "ok.json": {"rows": [{"name": "a", "status": "ok"}]},
+    "untimed.json": {"rows": [{"name": "a", "status": "ok", "latency_ms": 0}]},
+    "bare/results.json": {"measurements": []},
+    "unmade/results.json": {
+        "measurements": [],
+        "arms": {},
+        "settings": {"together": False, "rounds": 1, "repeats": 1},
+    },
     "broken/config.json": "no JSON",
     "sizes/config.json": {"model_type": "llama", "hidden_size": "wide"},
 }
@@ -74,6 +82,28 @@ FILES = {
             "make_model.py --output o --seed 18446744073709551616",
             "--seed: 1844674407",
         ),
+        ("make_model.py --output {long}", "--output: 'xxxxx"),
+        ("calibrate.py {long} --output o", "MODEL: 'xxxxx"),
+        ("calibrate.py {tiny} --output {long}", "--output: 'xxxxx"),
+        ("calibrate.py {tiny} --output o --adapter {long}", "--adapter: 'xxxxx"),
+        ("compare.py --render bare", "--render='bare/results.json': expected a results.json"),
+        ("compare.py --render unmade", "--render='unmade/results.json': expected a results.json"),
+        (
+            "compare_accuracy_performance.py --output o --baseline ok.json",
+            "--baseline ok.json: expected an accuracy_performance.json (KeyError('latency_ms'))",
+        ),
+        (
+            "compare_accuracy_performance.py --output o --baseline untimed.json",
+            "--baseline untimed.json: expected an accuracy_performance.json",
+        ),
+        (
+            "generate_fp8_report.py curves.json --thresholds none.json",
+            "--thresholds none.json: no such file",
+        ),
+        (
+            "eval_attention_accuracy.py --fp8 --thresholds none.json",
+            "--thresholds none.json: no such file; --write-adaptive-thresholds makes it",
+        ),
         ("make_model.py --output o --device meta", "device='meta': expected 'cpu'"),
         ("make_model.py --draft peagle --output o --device meta", "device='meta': expected 'cpu'"),
         (
@@ -107,7 +137,7 @@ def test_is_refused(command: str, message: str, tmp_path: Path, monkeypatch, cap
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     before = files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    script, *arguments = command.format(tiny=TINY).split()
+    script, *arguments = command.format(tiny=TINY, long="x" * 300).split()
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(SCRIPTS / script), run_name="__main__")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from harness import calibrate_options
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from oss_fused.quant import calibrator
@@ -76,6 +77,34 @@ def test_a_kill_while_the_report_is_written_leaves_no_output(
     assert script.main([str(model), "--output", str(output), "--resume"]) == 0
     assert f"report: {output}/report/report.html" in capsys.readouterr().err
     assert (output / "report" / "report.html").is_file()
+
+
+def test_a_resume_of_a_finished_run_has_nothing_to_do(script, model, tmp_path, capsys) -> None:
+    source, output = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(model, source)
+    command = [str(source), "--output", str(output), "--resume"]
+    assert script.main(command) == 0
+    made = (output / "model.safetensors").stat()
+    capsys.readouterr()
+    for flags in ([], ["--dry-run"]):
+        assert script.main([*command, *flags]) == 0
+        said = capsys.readouterr().err
+        assert said == f"{output}: finished already, with these settings; nothing to do\n"
+    assert (output / "model.safetensors").stat() == made
+    assert script.main([*command, "--scheme", "W8A16"]) == 2
+    state = load_file(source / "model.safetensors")
+    state["model.norm.weight"] += 1
+    save_file(state, source / "model.safetensors")
+    assert script.main(command) == 2
+    assert "exists; choose another folder or pass --overwrite" in capsys.readouterr().err
+    assert script.main([*command, "--overwrite"]) == 0
+
+
+def test_a_name_too_long_for_what_is_beside_it(script, model, tmp_path, capsys) -> None:
+    for length in (240, 250):
+        assert script.main([str(model), "--output", str(tmp_path / ("x" * length))]) == 2
+        assert "File name too long" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_writes_nothing(script, model, tmp_path, capsys) -> None:
@@ -163,6 +192,7 @@ def test_a_recipe_repeats_a_run_and_flags_win(script, model, tmp_path) -> None:
         (["--dataset", "/nowhere.txt"], "cannot be read"),
         (["--device", "tpu"], "--device='tpu'"),
         (["--recipe", "/nowhere.yaml"], "--recipe='/nowhere.yaml'"),
+        (["--recipe", ""], "--recipe='': cannot be read"),
         (["--num-samples", "0"], "num_samples=0"),
         (["--experts", "fp8"], "has no experts"),
         (["--fp8-stage", "stage"], "--fp8-stage='stage': is where a search begins"),
@@ -209,7 +239,7 @@ def test_the_summary_names_experts_without_feedback_and_counts_the_bases_blocks(
 
 
 def test_malformed_sizes_are_refused_by_argparse(script, model, capsys) -> None:
-    for size in ("5", "GB", "-1GB", "0MB"):
+    for size in ("5", "GB", "-1GB", "0MB", "²GB"):
         with pytest.raises(SystemExit) as stop:
             script.main([str(model), "--output", "x", f"--max-shard-size={size}"])
         assert stop.value.code == 2 and "expected a" in capsys.readouterr().err

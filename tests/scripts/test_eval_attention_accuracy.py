@@ -75,11 +75,12 @@ def test_limits_fail_a_run_and_follow_the_trend_down(tmp_path, capsys):
     trend, limits, page = (tmp_path / n for n in ("trend.json", "limits.json", "report.md"))
     files = ["--fp8", "--trend", str(trend), "--thresholds", str(limits), "--markdown", str(page)]
     files += ["--summary", str(tmp_path / "summary.json")]
+    limits.write_text("{}")
     code, found = run(tmp_path, *files, "--fp8-p99-threshold", "1e-6")
     assert code == 1 and "attention_fp8_p99_abs" in capsys.readouterr().err
     p99 = json.loads(trend.read_text())[0]["p99"]
     assert p99 == max(found["curves"][n]["p99_abs"] for n in ("fp8_per_channel", "fp8_group"))
-    assert "above its limit" in page.read_text() and not limits.exists()
+    assert "above its limit" in page.read_text() and limits.read_text() == "{}"
     figures = json.loads((tmp_path / "summary.json").read_text())
     assert figures == {"operators.flash.fp8_p99_abs": p99}
     assert run(tmp_path, *files, "--fp8-clip-threshold", "-1")[0] == 1
@@ -90,9 +91,17 @@ def test_limits_fail_a_run_and_follow_the_trend_down(tmp_path, capsys):
     assert lowered["attention_fp8_p99_abs"] == pytest.approx(1.05 * p99)
     assert run(tmp_path, *files, "--write-adaptive-thresholds")[0] == 0
     assert json.loads(limits.read_text()) == lowered
+    # flags are for one run: they raise nothing
+    kept = {"attention_fp8_p99_abs": 1.01 * p99, "attention_fp8_clip_ratio": 0.03}
+    limits.write_text(json.dumps(kept))
+    loose = ["--fp8-p99-threshold", "1", "--fp8-clip-threshold", "1"]
+    assert run(tmp_path, *files, *loose, "--write-adaptive-thresholds")[0] == 0
+    found = json.loads(limits.read_text())
+    assert found["attention_fp8_p99_abs"] == kept["attention_fp8_p99_abs"]
+    assert found["attention_fp8_clip_ratio"] <= 0.03
     limits.write_text(json.dumps({"attention_fp8_p99_abs": p99 / 2}))
     assert run(tmp_path, *files)[0] == 1
-    assert len(json.loads(trend.read_text())) == 7
+    assert len(json.loads(trend.read_text())) == 8
 
 
 RUNS = [{"p99": 0.02, "clip": 0.001, "kl": 0.1, "group_size": 8}] * 3
@@ -101,8 +110,9 @@ RUNS = [{"p99": 0.02, "clip": 0.001, "kl": 0.1, "group_size": 8}] * 3
 def test_limits_are_written_only_where_lower(tmp_path):
     path = tmp_path / "limits.json"
     noisy = [{**RUNS[0], "p99": value} for value in (0.01, 0.02, 0.03, 0.04, 0.05)]
-    low = {"attention_fp8_p99_abs": 0.02, "attention_fp8_clip_ratio": 1e-6}
-    assert attention_regression.write_adaptive(path, low, noisy) == {} and not path.exists()
+    low = json.dumps({"attention_fp8_p99_abs": 0.02, "attention_fp8_clip_ratio": 1e-6})
+    path.write_text(low)
+    assert attention_regression.write_adaptive(path, noisy) == {} and path.read_text() == low
     found = attention_regression.adaptive_limits(noisy)["attention_fp8_p99_abs"]
     assert found == pytest.approx(0.03 + 3 * 0.0158114, rel=1e-4)
     assert attention_regression.adaptive_limits(RUNS) == {}
@@ -161,6 +171,22 @@ def test_bad_files_are_named(text, tmp_path, capsys):
     assert "file.json" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"file\.json"):
         attention_regression.append_trend(path, RUNS[0])
+
+
+@pytest.mark.parametrize("value", [None, "x", float("nan"), float("inf")])
+def test_a_trend_holds_finite_numbers(value, tmp_path):
+    path = tmp_path / "trend.json"
+    path.write_text(json.dumps([*RUNS, {**RUNS[0], "clip": value}]))
+    with pytest.raises(ValueError, match=r"trend\.json: expected a list of runs with finite"):
+        attention_regression.load_trend(path)
+
+
+def test_a_run_without_figures_is_not_kept(tmp_path):
+    path = tmp_path / "trend.json"
+    bad = {**RUNS[0], "p99": float("nan")}
+    attention_regression.append_trend(path, RUNS[0])
+    assert attention_regression.append_trend(path, bad)[1] is not None
+    assert attention_regression.load_trend(path) == RUNS[:1]
 
 
 @pytest.mark.parametrize("broken", ["fp8_per_channel", "fp8_group"])

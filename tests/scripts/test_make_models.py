@@ -67,9 +67,10 @@ def test_make_model_bad_arguments(
     assert not (tmp_path / "m").exists()
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [600_000, 4096], ids=["weights", "tokenizer"])
+def test_full_disk_leaves_nothing(tmp_path: Path, size: int) -> None:
     def limit_file_size() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
     command = [sys.executable, str(SCRIPTS / "make_model.py"), "--output", str(tmp_path / "m")]
     done = subprocess.run(

@@ -115,3 +115,23 @@ def test_results_of_other_sources_are_run_again(
         (copy / name).write_text(before + "\n")
         assert not mutants.Results(path, known, [mutant]).mutants, name
         (copy / name).write_text(before)
+
+
+@pytest.mark.parametrize("flags", [["--area", "a"], ["--name", "b"], ["--gpu-only"]])
+def test_a_part_of_the_mutants_is_no_total(tmp_path: Path, capsys, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        mutants.parse(["--summary", str(tmp_path / "s.json"), *flags])
+    assert stop.value.code == 2
+    assert "--summary: counts all mutants; expected no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"mutants": [1]}', '{"mutants": {"m": {}}}'])
+def test_another_file_is_no_result(tmp_path: Path, capsys, monkeypatch, text: str) -> None:
+    mutant = mutants.Mutant("a", "m", "Makefile", ".PHONY", "x", ("tests/test_specs.py",))
+    monkeypatch.setattr(mutants, "load", lambda _: [mutant])
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    assert mutants.main(["--output", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"mutants: --output={str(path)!r}: expected a JSON file that this script wrote" in said
+    assert path.read_text() == text

@@ -127,6 +127,26 @@ def _writing_beside(output: Path) -> Iterator[None]:
         ) from None
 
 
+def replacement_of(output: Path) -> tuple[Path, Path]:
+    """Where --overwrite keeps the old output until the new one is there, and the mark of that."""
+    return output.with_name(f"{output.name}.replaced"), output.with_name(f".{output.name}.replaced")
+
+
+def settle_replacement(output: Path) -> None:
+    """Bring the old output back where the new one is not there, else remove it.
+
+    A folder of that name without the mark is the user's, and stays. The caller holds the lock.
+    """
+    old, mark = replacement_of(output)
+    if not mark.exists():
+        return
+    if old.exists() and output.exists():
+        shutil.rmtree(old)
+    elif old.exists():
+        old.rename(output)
+    mark.unlink()
+
+
 class OutputLock:
     """Keeps other runs off an output, by a locked file beside it.
 

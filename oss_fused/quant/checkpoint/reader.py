@@ -25,7 +25,7 @@ _MAX_NAME = 512
 _CHUNK = 1 << 26  # elements checked at once, so that the check needs little memory
 # the NaN of e8m0, the exponents of MXFP4 blocks
 _E8M0_NAN = 255
-_SAMPLE, _STRIDE = 1 << 12, 1 << 22  # bytes hashed, of every so many
+_HASHED = 1 << 24  # bytes read at once for the digest
 SOURCE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KNOWN_DTYPES = {**SOURCE_DTYPES, "U8": torch.uint8, "I64": torch.int64, "I32": torch.int32}
 _FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn}
@@ -146,9 +146,9 @@ class CheckpointReader:
         }
 
     def digest(self) -> str:
-        """Hash of config.json and the tensors: names, dtypes, shapes and a sample of their bytes.
+        """Hash of config.json and the tensors as the files are now: names, dtypes, shapes, bytes.
 
-        The sample is every tensor's ends and 4 KiB of each 4 MiB between, as the files are now.
+        SHA-256 hashes 2 GB a second on a CPU with instructions for it.
         """
         total = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for path in self._paths():
@@ -169,8 +169,12 @@ class CheckpointReader:
                 entry = header[name]
                 start, stop = (8 + length + offset for offset in entry["data_offsets"])
                 update(f"\n{name} {entry['dtype']} {entry['shape']}\n".encode())
-                for at in (*range(start, stop, _STRIDE), max(start, stop - _SAMPLE)):
-                    update(os.pread(file.fileno(), min(_SAMPLE, stop - at), at))
+                file.seek(start)
+                for at in range(start, stop, _HASHED):
+                    data = file.read(min(_HASHED, stop - at))
+                    if len(data) < min(_HASHED, stop - at):
+                        raise ValueError(f"ends inside tensor {name!r}")
+                    update(data)
 
     def _paths(self) -> list[Path]:
         return sorted({self.folder / file for file in self._files.values()})

@@ -28,6 +28,8 @@ from oss_fused.quant.checkpoint.place import (
     check_room,
     check_writable,
     real,
+    replacement_of,
+    settle_replacement,
 )
 from oss_fused.quant.checkpoint.reader import INDEX, SINGLE
 
@@ -79,6 +81,7 @@ class CheckpointWriter:
         resume: bool = False,
         overwrite: bool = False,
         lock: OutputLock | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """Make or take over the working folder.
 
@@ -90,6 +93,7 @@ class CheckpointWriter:
             resume: go on from such a folder instead of starting over.
             overwrite: ``finish`` may replace an earlier output of calibration.
             lock: of the output, if the caller holds it; else it is taken here.
+            state_bytes: what the caller will write into ``state``.
 
         Raises:
             CheckpointError: another run writes the same output, something stands there that may
@@ -100,6 +104,7 @@ class CheckpointWriter:
         self.overwrite = overwrite
         self.partial = self.output.with_name(f"{self.output.name}{_PARTIAL}{identity}")
         self.total_bytes = sum(spec.nbytes for spec in specs)
+        self._needed = self.total_bytes + state_bytes
         self._shards = _split(specs, max_shard_bytes)
         self._places = _place(self._shards)
         self.state = self.partial / _STATE
@@ -108,6 +113,7 @@ class CheckpointWriter:
         self._written: dict[str, int] = {}  # checksum of each tensor since the last step
         self._own_lock = None if lock is not None else OutputLock(self.output)
         try:
+            settle_replacement(self.output)
             self._check_output()
             self._claim(resume)
             self._create_shards()
@@ -179,15 +185,14 @@ class CheckpointWriter:
             sync(path)
         if self.output.exists():
             # --overwrite: the old folder goes only now that the new one is complete
-            trash = self.output.with_name(f"{self.output.name}.replaced-{os.getpid()}")
-            self.output.rename(trash)
+            old, mark = replacement_of(self.output)
+            mark.touch()
+            self.output.rename(old)
             try:
                 self.partial.rename(self.output)
-            except BaseException:
-                trash.rename(self.output)
-                raise
-            sync(self.output.parent)
-            shutil.rmtree(trash)
+                sync(self.output.parent)
+            finally:
+                settle_replacement(self.output)
         else:
             # fails on a folder that appeared since the check, unless it is empty
             self.partial.rename(self.output)
@@ -199,6 +204,13 @@ class CheckpointWriter:
         if self._own_lock is not None:
             self._own_lock.release()
 
+    def drop_assets(self) -> None:
+        """Remove files that an interrupted run left beside the shards: they may be outdated."""
+        kept = {_STATE, *(file for file, _ in self._shards)}
+        for path in self.partial.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def discard(self) -> None:
         """Remove the working folder."""
         self._remove(ignore_errors=True)
@@ -206,13 +218,19 @@ class CheckpointWriter:
 
     def _check_output(self) -> None:
         check_replaceable(self.output, f"--output={str(self.output)!r}", self.overwrite)
+        old, _ = replacement_of(self.output)
+        if self.output.exists() and old.exists():
+            raise CheckpointError(
+                f"--overwrite: {old} exists, where the old output waits for the new one; expected "
+                f"no such file or folder"
+            )
 
     def _claim(self, resume: bool) -> None:
         if self.partial.exists() and not resume:
             self._remove()
         if self._journal.exists():
             self._check_release()
-        check_room(self.output, self.output.parent, self.total_bytes - _held([self.partial]))
+        check_room(self.output, self.output.parent, self._needed - _held([self.partial]))
         self.state.mkdir(parents=True, exist_ok=True)
         self._release.write_text(__version__)
         sync(self._release)
@@ -312,7 +330,7 @@ def check_places(places: Mapping[Path, int]) -> None:
 
 def _held(partials: Iterable[Path]) -> int:
     """Bytes on the disk of working folders."""
-    files = (file for partial in partials for file in partial.glob("*.safetensors"))
+    files = (file for partial in partials for file in partial.rglob("*.safetensors"))
     return sum(file.stat().st_blocks * 512 for file in files)
 
 
