@@ -90,7 +90,8 @@ class BurstScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """As AsyncScheduler; notes who needs the host between two tokens."""
         super().add_request(request)
-        if self.longest > 1:
+        # the last message of a session that waits for it ends the session at once
+        if self.longest > 1 and request.request_id in self.requests:
             reason = needs_host(request)
             if reason is not None:
                 self._host_bound[request.request_id] = reason

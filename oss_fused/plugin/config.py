@@ -182,7 +182,7 @@ class OssFp8Config(QuantizationConfig):
             # vLLM gives some models' embeddings no name
             return OssUnquantizedEmbeddingMethod(prefix or "model.embed_tokens")
         if isinstance(layer, RoutedExperts):
-            experts = experts_method(layer, self.settings, prefix)
+            experts = experts_method(layer, self._settings_of_experts(prefix), prefix)
             if isinstance(experts, OssMxfp4MoEMethod) and prefix in self._bits16:
                 experts.fp8_min_tokens = -1
             return experts
@@ -196,19 +196,36 @@ class OssFp8Config(QuantizationConfig):
         method.bf16_if_few = self.settings.serving.linear_activations == "bf16"
         return method
 
+    def _settings_of_experts(self, prefix: str) -> Settings:
+        """Those of the model, but experts that the options quantise may be ignored as linears are.
+
+        Both vLLM's name and the checkpoint's, ``...mlp.experts``, count.
+        """
+        names = (prefix, prefix.removesuffix(".routed_experts"))
+        # of all names, not of the first: each marks its patterns as matched
+        ignored = (
+            [self._is_ignored(name) for name in names] if self.settings.quantize_experts else []
+        )
+        if any(ignored):
+            return self.settings.model_copy(update={"quantize_experts": False})
+        return self.settings
+
+    def _is_ignored(self, prefix: str) -> bool:
+        packed = self.packed_modules_mapping
+        for pattern in list(self._unmatched_ignore):
+            if any(matches(pattern, name) for name in (prefix, *shards(prefix, packed))):
+                self._unmatched_ignore.discard(pattern)
+        return is_ignored(prefix, self.settings.ignore, packed)
+
     def scheme_of(self, prefix: str) -> QuantizationScheme | None:
         """Scheme of the linear layer of that name, None if it is not quantised.
 
         Raises:
             SchemeError: a fused layer is quantised in part.
         """
-        packed = self.packed_modules_mapping
-        for pattern in list(self._unmatched_ignore):
-            if any(matches(pattern, name) for name in (prefix, *shards(prefix, packed))):
-                self._unmatched_ignore.discard(pattern)
-        if is_ignored(prefix, self.settings.ignore, packed):
+        if self._is_ignored(prefix):
             return None
-        group = find_target(prefix, self.settings.targets, packed)
+        group = find_target(prefix, self.settings.targets, self.packed_modules_mapping)
         return None if group is None else self.settings.groups[group]
 
     def check_ignore(self) -> None:
@@ -225,9 +242,9 @@ class OssFp8Config(QuantizationConfig):
         unmatched = [pattern for pattern, found in zip(patterns, matched) if not found]
         if unmatched:
             raise SchemeError(
-                f"ignore={unmatched!r}: matches no linear layer of this "
-                f"model; expected names like 'model.layers.0.self_attn.q_proj', a glob, or 're:' "
-                f"and a regular expression"
+                f"ignore={unmatched!r}: matches no linear layer of this model, nor experts that "
+                f"it quantises; expected names like 'model.layers.0.self_attn.q_proj', a glob, or "
+                f"'re:' and a regular expression"
             )
 
     def _read_options(self) -> None:

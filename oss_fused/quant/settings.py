@@ -3,8 +3,9 @@
 
 A calibrated checkpoint's ``quantization_config`` has ``config_groups``. Without them the
 checkpoint is bf16 or MXFP4 and is quantised while it loads; OnlineOptions then come from
-``--additional-config '{"oss_fused": {...}}'`` or from the same keys in ``--hf-overrides
-'{"quantization_config": {"quant_method": "oss_fp8", ...}}'``. ServingOptions come from
+``--additional-config '{"oss_fused": {...}}'`` and from the same keys in ``--hf-overrides
+'{"quantization_config": {"quant_method": "oss_fp8", ...}}'``; an option that both name is that of
+the first. ServingOptions come from
 ``--additional-config`` only, and hold for every checkpoint.
 """
 
@@ -112,7 +113,7 @@ class ServingOptions(BaseModel):
     burst: int | str = "auto"
     self_check: bool = False
     monitor_every: Annotated[int, Field(ge=0)] = 0
-    monitor_policy: str | None = None
+    monitor_policy: Annotated[str, Field(min_length=1)] | None = None
     monitor_fallback: Literal["restart", "now"] = "restart"
 
     @field_validator("burst", mode="before")
@@ -153,6 +154,8 @@ class Settings(BaseModel):
         kv_cache_scheme: of the checkpoint's ``k_scale`` / ``v_scale``, None without.
         experts: how the checkpoint stores MoE experts.
         quantize_experts: turn bf16 experts into FP8 while loading.
+        online: the options that those above follow from, of a checkpoint that is quantised while it
+            loads.
         serving: the options that hold for every checkpoint.
     """
 
@@ -166,6 +169,7 @@ class Settings(BaseModel):
     kv_cache_scheme: dict[str, Any] | None = None
     experts: ExpertsLayout = "bf16"
     quantize_experts: bool = False
+    online: OnlineOptions = OnlineOptions()
     serving: ServingOptions = ServingOptions()
 
 
@@ -182,6 +186,7 @@ class _Stored(BaseModel):
 
     config_groups: dict[str, _Group]
     ignore: tuple[str, ...] | None = None
+    kv_cache_scheme: QuantizationArgs | None = None
 
 
 def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
@@ -203,6 +208,7 @@ def online(options: OnlineOptions, experts: ExpertsLayout = "bf16") -> Settings:
         lm_head=options.lm_head,
         experts=experts,
         quantize_experts=options.experts == "fp8",
+        online=options,
     )
 
 
@@ -257,15 +263,14 @@ def _calibrated(config: Mapping[str, Any]) -> Settings:
         },
         targets={name: group.targets for name, group in stored.config_groups.items()},
         ignore=stored.ignore or (),
-        kv_cache_scheme=_kv_scheme(config.get("kv_cache_scheme")),
+        kv_cache_scheme=_kv_scheme(stored.kv_cache_scheme),
         experts=config.get("experts") or "bf16",
     )
 
 
-def _kv_scheme(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if config is None:
+def _kv_scheme(scheme: QuantizationArgs | None) -> dict[str, Any] | None:
+    if scheme is None:
         return None
-    scheme = QuantizationArgs.model_validate(config)
     if scheme.strategy != "tensor":
         raise SchemeError(
             f"kv_cache_scheme.strategy={scheme.strategy!r}: expected 'tensor' (one k_scale and "
@@ -312,5 +317,7 @@ def with_options(settings: Settings, raw: Any) -> Settings:
                 f"additional_config['oss_fused']={raw!r}: a calibrated checkpoint fixes its own "
                 f"scheme; expected none of {names}"
             )
-        settings = online(options, settings.experts)
+        # over those of --hf-overrides, option by option
+        named = {name: getattr(options, name) for name in options.model_fields_set}
+        settings = online(settings.online.model_copy(update=named), settings.experts)
     return settings.model_copy(update={"serving": serving})

@@ -8,10 +8,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from oss_fused.plugin.burst import SECONDS, BurstScheduler, StepTimes
-from tests.plugin.burst_schedulers import add, engine_config, make, small, steps
+from tests.plugin.burst_schedulers import HASHER, add, engine_config, make, small, steps
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +204,17 @@ def test_times_of_steps():
     for _ in range(5):
         times.add(8, 3.0)
     assert times.get(5) == 3.0
+
+
+def test_the_end_of_a_session_is_not_noted(config):
+    """A session gets its prompt in several messages; the last one frees it while it waits."""
+    scheduler = make(config, BurstScheduler, small())
+
+    def message(tokens, resumable):
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
+        return Request("s", tokens, params, None, block_hasher=HASHER, resumable=resumable)
+
+    scheduler.add_request(message([1, 2, 3], True))
+    steps(scheduler, 6)
+    scheduler.add_request(message([0], False))
+    assert not scheduler.requests and not scheduler._host_bound

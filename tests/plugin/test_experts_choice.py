@@ -102,6 +102,18 @@ def test_what_takes_vllm(changes, reason):
         choice.experts_method(layer(**changes), asking("native"), "x")
 
 
+@pytest.mark.usefixtures("on_a_hopper")
+def test_routed_experts_that_are_returned_take_vllm(monkeypatch):
+    """vLLM's capture of them refuses kernels that route by themselves, when the server starts."""
+    config = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=True))
+    monkeypatch.setattr(choice, "get_current_vllm_config_or_none", lambda: config)
+    assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, False)
+    with pytest.raises(BackendUnavailableError, match="--enable-return-routed-experts"):
+        choice.experts_method(layer(), asking("native"), "x")
+    config.aux_output_config.enable_return_routed_experts = False
+    assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, True)
+
+
 def test_an_activation_that_no_kernel_has():
     with pytest.raises(UnsupportedModelError, match="gelu"):
         choice.experts_method(layer(activation=MoEActivation.GELU), SETTINGS, "x")

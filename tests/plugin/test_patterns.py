@@ -147,3 +147,28 @@ def test_a_head_that_stays_as_it_is_may_be_ignored(config, monkeypatch):
     made.get_quant_method(ParallelLMHead.__new__(ParallelLMHead), "lm_head")
     with pytest.raises(SchemeError, match=r"ignore=\['model.layers.9.\*'\]: matches no"):
         made.check_ignore()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "quantised"),
+    [
+        ("model.layers.0.*", False),
+        ("model.layers.0.mlp.experts", False),
+        ("re:.*routed_experts", False),
+        ("model.layers.9.*", True),
+    ],
+)
+def test_experts_may_be_ignored(pattern, quantised, monkeypatch):
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from oss_fused.plugin import config
+    from oss_fused.quant import settings
+
+    options = settings.OnlineOptions(experts="fp8", ignore=[pattern])
+    made = config.OssFp8Config(settings.online(options))
+    made._options_read, made._unmatched_ignore = True, {pattern}
+    monkeypatch.setattr(config, "experts_method", lambda layer, chosen, prefix: chosen)
+    layer = RoutedExperts.__new__(RoutedExperts)
+    chosen = made.get_quant_method(layer, "model.layers.0.mlp.experts.routed_experts")
+    assert chosen.quantize_experts == quantised
+    assert made._unmatched_ignore == ({pattern} if quantised else set())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -260,6 +262,18 @@ def test_a_transfer_that_breaks_off(qwen2):
     qwen2.says(0)
     qwen2.transfer(qwen2.tensors[0])
     qwen2.says(0)
+
+
+def test_a_load_that_never_ends_keeps_no_model():
+    from oss_fused.layers.vllm import reload
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    alive = weakref.ref(model)
+    reload._sessions[model] = reload.Session(model)
+    assert reload._sessions[model].model is model
+    del model
+    gc.collect()
+    assert alive() is None and not reload._sessions
 
 
 @pytest.mark.parametrize("way", WAYS)

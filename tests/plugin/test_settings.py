@@ -65,6 +65,8 @@ def test_mxfp4_checkpoint_is_quantised_online(method):
         ({"experts": "int4"}, "experts='int4'"),
         ({"kv_cache_scheme": KV_SCHEME | {"num_bits": 4}}, "num_bits=4"),
         ({"kv_cache_scheme": KV_SCHEME | {"strategy": "channel"}}, "strategy='channel'"),
+        ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme='fp8': "),
+        ({"kv_cache_scheme": {"x": 1}}, "kv_cache_scheme.strategy={'x': 1}: Field required"),
         (
             {"config_groups": {"g": {**scheme(), "weights": {"strategy": "block"}}}},
             "strategy='block'",
@@ -86,6 +88,30 @@ def test_options_from_hf_overrides():
     parsed = from_checkpoint({"quant_method": "oss_fp8", "ignore": ["lm_head"], "lm_head": True})
     assert parsed.lm_head
     assert not parsed.calibrated
+
+
+def test_options_of_both_places():
+    """Option by option; one that both name is that of --additional-config."""
+    stored = {"quant_method": "oss_fp8", "scheme": "W8A16", "ignore": ["*.o_proj"]}
+    parsed = with_options(from_checkpoint(stored), {"lm_head": True, "ignore": ["*.q_proj"]})
+    assert parsed.groups == {"online": W8A16} and parsed.lm_head
+    assert parsed.ignore == ("*.q_proj",)
+    again = with_options(parsed, {"scheme": "FP8_DYNAMIC"})
+    assert again.groups != {"online": W8A16} and again.lm_head and again.ignore == parsed.ignore
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("oss-fused", "oss_fused"), ("OSS_FUSED", "oss_fused"), ("burst", "oss_fused.burst")],
+)
+def test_keys_beside_ours_are_named(key, expected, monkeypatch):
+    from oss_fused.plugin import options
+
+    said = []
+    monkeypatch.setattr(options.logger, "warning_once", lambda text, *values: said.append(values))
+    config = {"oss_fused": {"burst": 1}, "another_plugin": {}, key: 4}
+    assert options.raw_options(SimpleNamespace(additional_config=config)) == {"burst": 1}
+    assert said == [(key, expected)]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +168,7 @@ def test_options_of_serving_hold_for_every_checkpoint():
         ({"monitor_every": -1}, "monitor_every=-1: .*greater than or equal to 0"),
         ({"monitor_every": True}, "monitor_every=True: .*integer"),
         ({"monitor_policy": 3}, "monitor_policy=3: .*string"),
+        ({"monitor_policy": ""}, "monitor_policy='': .*at least 1 character"),
         ({"monitor_fallback": "soon"}, "monitor_fallback='soon': .*'restart' or 'now'"),
         (
             {"monitor_fallback": "now", "monitor_every": 9},

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -72,13 +72,14 @@ class Session:
         Raises:
             UnsupportedModelError: a layer's kernels keep weights where a reload does not reach.
         """
-        self.model = model
+        # weak, here and below: else a load that never ends keeps its model for ever
+        self._model = ref(model)
         self.error: Exception | None = None
         # names of the parameters that came; None: the model's class does not say
         self.loaded: set[str] | None = set()
         for layer, method in checked_layers(model):
             _check_reaches(layer, method)
-        self.states = {module: _State(module) for module in model.modules()}
+        self.states = WeakKeyDictionary((module, _State(module)) for module in model.modules())
         # parameters that a layer has filled, and those of another layer with what that brought
         self._filled: set[int] = set()
         self._shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -86,6 +87,13 @@ class Session:
         self._tied: list[nn.Module] = []
         tensors = {id(t): t for m in self.states for t in get_layer_tensors(m).values()}
         self.saved = [(t, t.detach().to("cpu", copy=True)) for t in tensors.values()]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which lives as long as somebody loads into it."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def load(self, load: Callable[[Weights], Loaded], weights: Weights) -> Loaded:
         """Load a part; an error waits until the end, where all ranks hear of it."""
