@@ -201,14 +201,12 @@ class OssFp8Config(QuantizationConfig):
 
         Both vLLM's name and the checkpoint's, ``...mlp.experts``, count.
         """
+        if not self.settings.quantize_experts:
+            return self.settings
         names = (prefix, prefix.removesuffix(".routed_experts"))
-        # of all names, not of the first: each marks its patterns as matched
-        ignored = (
-            [self._is_ignored(name) for name in names] if self.settings.quantize_experts else []
-        )
-        if any(ignored):
-            return self.settings.model_copy(update={"quantize_experts": False})
-        return self.settings
+        # of both names: each marks its patterns as matched
+        ignored = [self._is_ignored(name) for name in names]
+        return self.settings.model_copy(update={"quantize_experts": not any(ignored)})
 
     def _is_ignored(self, prefix: str) -> bool:
         packed = self.packed_modules_mapping
