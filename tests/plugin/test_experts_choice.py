@@ -27,6 +27,15 @@ def asking(kernels, settings=SETTINGS):
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is a GPU here")
 
 
+@pytest.fixture(autouse=True)
+def returned(monkeypatch):
+    """vLLM's configuration, which here says only whether experts of tokens are returned."""
+    outputs = SimpleNamespace(enable_return_routed_experts=False)
+    config = SimpleNamespace(aux_output_config=outputs)
+    monkeypatch.setattr(choice, "get_current_vllm_config", lambda: config)
+    return outputs
+
+
 @pytest.fixture
 def on_a_hopper(monkeypatch):
     """Record what the method is made with, as if this were an H200."""
@@ -103,15 +112,12 @@ def test_what_takes_vllm(changes, reason):
 
 
 @pytest.mark.usefixtures("on_a_hopper")
-def test_routed_experts_that_are_returned_take_vllm(monkeypatch):
+def test_routed_experts_that_are_returned_take_vllm(returned):
     """vLLM's capture of them refuses kernels that route by themselves, when the server starts."""
-    config = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=True))
-    monkeypatch.setattr(choice, "get_current_vllm_config_or_none", lambda: config)
+    returned.enable_return_routed_experts = True
     assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, False)
     with pytest.raises(BackendUnavailableError, match="--enable-return-routed-experts"):
         choice.experts_method(layer(), asking("native"), "x")
-    config.aux_output_config.enable_return_routed_experts = False
-    assert choice.experts_method(layer(), SETTINGS, "x")[-2:] == (True, True)
 
 
 def test_an_activation_that_no_kernel_has():

@@ -69,6 +69,8 @@ class Monitor:
         self._index: dict[int, int] = {}
         self.statistics = Statistics([], [], rank)
         self._fallback: Fallback | None = None
+        # stops the monitor when the model that is watched is freed
+        self._freed: weakref.finalize[[], Any] | None = None
         # None ends the thread that reads it
         self._queue: queue.Queue[tuple[torch.Tensor, list[int], Any] | None] = queue.Queue()
 
@@ -78,8 +80,9 @@ class Monitor:
         limits: list[float] = []
         fp8_only: set[str] = set()
         self._index = {}
+        self._let_go()
         # another engine of this process would get its memory, and be taken for it
-        weakref.finalize(model, self.stop)
+        self._freed = weakref.finalize(model, self.stop)
         device = torch.device("cpu")
         for module in model.modules():
             method = method_of(module)
@@ -109,6 +112,11 @@ class Monitor:
         self.statistics.count_scale_updates(before)
         self._fallback = Fallback(model) if self.fallback == "now" else None
 
+    def watches(self, model: Any) -> bool:
+        """Whether ``model`` is the one that is watched, or contains it."""
+        alive = None if self._freed is None else self._freed.peek()
+        return alive is not None and any(module is alive[0] for module in model.modules())
+
     def may_replay(self, manager: Any, step: Any) -> bool:
         """Whether the next step may replay the graph ``step`` of vLLM's ``manager``."""
         if self.sampling:
@@ -125,7 +133,13 @@ class Monitor:
             self._queue.put(None)
         self.serving = self.sampling = False
         self._index = {}
+        self._let_go()
         set_observer(None)
+
+    def _let_go(self) -> None:
+        """An older model may be freed while a newer one is watched."""
+        if self._freed is not None:
+            self._freed.detach()
 
     def observe(self, operator: str, arguments: tuple[Any, ...]) -> None:
         """Note the magnitudes of an operator's input; see kernels.op.set_observer."""
@@ -171,18 +185,25 @@ class Monitor:
             return E4M3.max
         return values_of(levels).abs().amax(-1)
 
+    def end_sample(self) -> None:
+        """After the step's first logits: send a sample off.
+
+        Prompt log-probabilities and draft models run the head again, on other tokens.
+        """
+        if self.sampling:
+            self._send()
+
     def end_step(self) -> None:
-        """After each step: send a sample off, or begin one with the next step."""
+        """Once after each step: count it, switch layers, begin a sample with the next step."""
         if not self.serving:
             return
+        self.end_sample()
         self._steps += 1
         if self._fallback is not None and self.statistics.saturating:
             switched = self._fallback.switch(self.statistics.saturating, str(self.policy))
             self.statistics.switched += switched
             self.statistics.bits16 += switched
-        if self.sampling:
-            self._send()
-        elif self._steps % self.every == 0:
+        if self._steps % self.every == 0:
             self.sampling = True
             set_observer(self.observe)
 
@@ -240,28 +261,35 @@ def install(model: Any, vllm_config: VllmConfig, options: ServingOptions) -> Non
     if parallel.pipeline_parallel_size > 1:
         logger.warning("oss_fused monitor: is off with pipeline parallelism")
         return
+    if vllm_config.model_config.runner_type == "pooling":
+        logger.warning_once(
+            "oss_fused monitor: is off for a pooling model, which samples no tokens"
+        )
+        return
     known = _monitor and (_monitor.every, _monitor.policy, _monitor.fallback)
     if _monitor is None or known != (every, policy, fallback):
+        if _monitor is not None:
+            _monitor.stop()
         rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         _monitor = Monitor(every, rank, policy, fallback)
     _monitor.watch(model)
     for name in ("compute_logits", "compute_logits_local"):
         method = getattr(model, name, None)
         if method is not None and not hasattr(method, "oss_monitor"):
-            setattr(model, name, _then_end_step(method))
+            setattr(model, name, _then(method, Monitor.end_sample))
     _start_after_warm_up(resolve_obj_by_qualname(parallel.worker_cls))
     if torch.cuda.is_available():
         _sample_outside_graphs()
 
 
-def _then_end_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of a model that runs once a step, at its end."""
+def _then(method: Callable[..., Any], notify: Callable[[Monitor], None]) -> Callable[..., Any]:
+    """``method``, which tells the monitor when it has run."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         if _monitor is not None:
-            _monitor.end_step()
+            notify(_monitor)
         return result
 
     run.oss_monitor = True  # type: ignore[attr-defined]
@@ -274,9 +302,15 @@ def _start_after_warm_up(worker: Any) -> None:
         return
 
     @functools.wraps(warm_up)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = warm_up(*args, **kwargs)
-        if _monitor is not None:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = warm_up(self, *args, **kwargs)
+        # not with the model of another engine of this process
+        if _monitor is not None and _monitor.watches(self.get_model()):
+            runner = self.model_runner
+            # Both runners, and a burst, run it once a step, after everything that runs the model.
+            # The model itself is not called where a graph is replayed, its head more than once.
+            if not hasattr(runner.sample_tokens, "oss_monitor"):
+                runner.sample_tokens = _then(runner.sample_tokens, Monitor.end_step)
             _monitor.start()
         return result
 

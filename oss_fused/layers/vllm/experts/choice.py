@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEMethodBase,
@@ -221,8 +221,7 @@ def _kernel_refusal(moe: FusedMoEConfig) -> str | None:
         return "LoRA"
     if parallel.enable_eplb:
         return "expert load balancing"
-    config = get_current_vllm_config_or_none()
-    if config is not None and config.aux_output_config.enable_return_routed_experts:
+    if get_current_vllm_config().aux_output_config.enable_return_routed_experts:
         # vLLM takes the choice between its router and its kernels, which these have joined
         return "--enable-return-routed-experts"
     # vLLM's default gathers all ranks' tokens before the kernel and sums the shares after it
