@@ -116,6 +116,7 @@ def unsampled_us(monitor: Any, calls: int = 100_000) -> float:
     """Microseconds that a step without a sample pays."""
     began = time.perf_counter()
     for _ in range(calls):
+        monitor.end_sample()
         monitor.end_step()
     return (time.perf_counter() - began) / calls * 1e6
 

@@ -342,15 +342,21 @@ def test_a_graph_takes_any_number_of_queries_up_to_its_own(device):
         torch.testing.assert_close(args[5], expected, **TOLERANCE, equal_nan=True)
 
 
+def heads_far_apart(cache):
+    """An FP8 ``cache`` whose heads' distance times their number passes 2^31.
+
+    Only the pages of values that are there cost memory.
+    """
+    dense = cache.view(torch.uint8)
+    _, page, _, dim = dense.shape
+    far = torch.empty(2**31 + dense.numel(), dtype=torch.uint8, device=cache.device)
+    return far.as_strided(dense.shape, (page * dim, dim, 2**30, 1)).copy_(dense).view(FP8)
+
+
 @pytest.mark.parametrize("lens", [[20, 5], [300, 5]], ids=str)
 def test_heads_far_apart(device, lens):
-    """The heads' distance times their number passes 2^31; only the pages cost memory."""
     args = make(device, lens, q_heads=6, heads=3, dim=16, cache=FP8)
     for at in (1, 2):
-        dense = args[at].view(torch.uint8)
-        _, page, _, dim = dense.shape
-        far = torch.empty(2**31 + dense.numel(), dtype=torch.uint8, device=device)
-        far = far.as_strided(dense.shape, (page * dim, dim, 2**30, 1)).copy_(dense)
-        args[at] = far.view(FP8)
+        args[at] = heads_far_apart(args[at])
     expected, actual = both(args)
     torch.testing.assert_close(actual, expected, **TOLERANCE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_attention import heads_far_apart
 
 from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.attention.window import WindowTile
@@ -147,12 +148,7 @@ def test_wrong_arguments(device):
 
 
 def test_heads_far_apart(device):
-    """The heads' distance times their number passes 2^31; only the pages cost memory."""
     args = make(device, [20, 17], [3, 2], q_heads=6, heads=3, dtype=FP8)
     for at in (1, 2):
-        dense = args[at].view(torch.uint8)
-        _, page, _, dim = dense.shape
-        far = torch.empty(2**31 + dense.numel(), dtype=torch.uint8, device=device)
-        far = far.as_strided(dense.shape, (page * dim, dim, 2**30, 1)).copy_(dense)
-        args[at] = far.view(FP8)
+        args[at] = heads_far_apart(args[at])
     check(args, 8)

@@ -80,7 +80,7 @@ class Monitor:
         limits: list[float] = []
         fp8_only: set[str] = set()
         self._index = {}
-        self._let_go()
+        self._detach_finalizer()
         # another engine of this process would get its memory, and be taken for it
         self._freed = weakref.finalize(model, self.stop)
         device = torch.device("cpu")
@@ -133,10 +133,10 @@ class Monitor:
             self._queue.put(None)
         self.serving = self.sampling = False
         self._index = {}
-        self._let_go()
+        self._detach_finalizer()
         set_observer(None)
 
-    def _let_go(self) -> None:
+    def _detach_finalizer(self) -> None:
         """An older model may be freed while a newer one is watched."""
         if self._freed is not None:
             self._freed.detach()
