@@ -233,7 +233,7 @@ def combine_norm(
         PREFETCH=prefetch,
         # of one token, or without shares, y is little: early weights win (measured on an H200)
         LATE=shares > 1 and tokens > 1,
-        num_warps=4 if shares > 1 else 8,
+        num_warps=4 if shares > 1 else min(16, max(1, block // 256)),
         **pdl_options(device),
     )
     return q, out_scale, residual_out, levels
