@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Chains of decoder layers, on a CPU."""
+"""Chains of decoder layers."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from harness.layers import SHAPES, Chain, Shape
+
+from oss_fused.bench.timing import capture
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -54,3 +57,33 @@ def test_positions_of_sequences_are_their_own():
 def test_shapes_are_those_of_the_models():
     assert SHAPES["gpt-oss-20b"].qkv_rows == 5120
     assert SHAPES["llama-3-8b"].qkv_rows == 6144
+
+
+@functools.cache
+def real_chain(model):
+    chain = Chain(SHAPES[model], 2, torch.device("cuda"))
+    for layer in chain.layers:
+        codes, scale = layer["output"]
+        layer["output"] = codes, torch.full_like(scale, codes.shape[1] ** -0.5)
+    return chain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 32, 200])
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "llama-3-8b"])
+def test_no_kernel_reads_what_is_not_there_yet(model, tokens):
+    """A load that does not wait may find what the last replay left, so that is destroyed."""
+    step = real_chain(model).prepare(tokens, 130)
+    want = step()
+
+    def poisoned():
+        # freed, and then what the step's tensors are made of: NaN in each of its formats
+        torch.full((64 << 20,), 255, dtype=torch.uint8, device="cuda")
+        return step()
+
+    graph, (got,) = capture([poisoned], keep=True)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        graph.replay()
+        different += (got != want).any()
+    assert want.isfinite().all() and different == 0
