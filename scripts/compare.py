@@ -97,11 +97,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--warmups {args.warmups}: expected at least 0")
     if not set(args.baseline) <= set(names):
         parser.error(f"--baseline {args.baseline}: expected some of {', '.join(names)}")
-    candidates = [name for name in names if name not in args.baseline]
-    if args.summary and (not args.summary_prefix or not candidates):
-        parser.error("--summary: needs --summary-prefix, and an arm that is no baseline")
-    if args.summary_arm and args.summary_arm not in candidates:
-        parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(candidates)}")
+    check_summary(parser, args, [name for name in names if name not in args.baseline])
     if args.quality:
         check_json(parser, "--quality", args.quality, "texts")
     try:
@@ -144,8 +140,23 @@ def check_render(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             compare_report.make_report(results, draw=False)
     except ValueError as error:
         parser.error(str(error))
-    if args.summary and not args.summary_prefix:
-        parser.error("--summary: needs --summary-prefix")
+    baselines = results.get("baselines") or list(results["arms"])[:1]
+    check_summary(parser, args, [name for name in results["arms"] if name not in baselines])
+
+
+def check_summary(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, candidates: Sequence[str]
+) -> None:
+    """End with a usage error where no summary could be made; ``candidates`` are no baselines."""
+    if args.summary and (not args.summary_prefix or not candidates):
+        parser.error("--summary: needs --summary-prefix, and an arm that is no baseline")
+    if args.summary_arm and args.summary_arm not in candidates:
+        parser.error(f"--summary-arm {args.summary_arm}: expected one of {', '.join(candidates)}")
+    for alias in args.summary_alias:
+        if not all(alias.partition("=")):
+            parser.error(f"--summary-alias {alias}: expected NEW=NAME")
+    if (args.summary_alias or args.kernel_ms) and not args.summary:
+        parser.error("--summary-alias, --kernel-ms: need --summary, which they add to")
 
 
 def check_json(parser: argparse.ArgumentParser, flag: str, path: Path, key: str) -> None:

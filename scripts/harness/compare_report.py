@@ -138,10 +138,11 @@ def _verdict(report: Report, results: Mapping[str, Any]) -> None:
         for label, figure in (("time per output token", _TPOT), ("time to first token", _TTFT)):
             parts = []
             for cell in results["cells"]:
-                ratio = cell["arms"][name]["ratios"][figure]["median"]
+                # an answer of one token has no time per output token
+                ratio = cell["arms"][name]["ratios"].get(figure)
                 told = figure == _TPOT or is_steady(cell, name)
-                parts.append(f"**{ratio:.2f}x**" if told else "not steady")
-                parts[-1] += f" for {_load(cell)}"
+                median = f"**{ratio['median']:.2f}x**" if ratio else "no ratio"
+                parts.append(f"{median if told or not ratio else 'not steady'} for {_load(cell)}")
             lines.append(f"{name}, {label}: {', '.join(parts)}")
     best = f"the fastest of {', '.join(baselines)}" if baselines[1:] else baselines[0]
     report.paragraph(

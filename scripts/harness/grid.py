@@ -70,7 +70,8 @@ def make_grid(
             four times the concurrency and at least 8.
 
     Raises:
-        ValueError: ``num_prompts`` fits neither way, or something is listed twice.
+        ValueError: ``num_prompts`` fits neither way, or something is listed twice: runs of a load
+            are told from another's by its concurrency and lengths alone.
     """
     listed = [("concurrency", concurrency), ("lengths", lengths)]
     listed += [(f"lengths {n.inputs}:{n.outputs}", n.concurrency) for n in lengths]
@@ -87,8 +88,13 @@ def make_grid(
             f"({len(concurrency)})"
         )
     common = list(zip(concurrency, num_prompts))
-    return [
+    cells = [
         Cell(number, each.inputs, each.outputs, prompts)
         for each in lengths
         for number, prompts in list(zip(each.concurrency, each.prompts)) or common
     ]
+    keys = [cell.key for cell in cells]
+    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    if twice:
+        raise ValueError(f"lengths: give {', '.join(twice)} twice; expected each load once")
+    return cells

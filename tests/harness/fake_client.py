@@ -40,7 +40,9 @@ def measure(arguments: list[str]) -> dict[str, float]:
     }
     for metric in ("ttft", "tpot", "itl", "e2el"):
         for statistic in ("mean", "p50", "p95", "p99"):
-            result[f"{statistic}_{metric}_ms"] = each * 1000
+            # as vLLM has it: an answer of one token has no time between tokens
+            known = tokens > 1 or metric in ("ttft", "e2el")
+            result[f"{statistic}_{metric}_ms"] = each * 1000 if known else 0.0
     folder = Path(option["--result-dir"])
     (folder / option["--result-filename"]).write_text(json.dumps(result))
     return result

@@ -101,6 +101,21 @@ def test_compares_and_merges_the_summary(
     assert run(*arms(tmp_path), *options, "--output", str(output), "--overwrite") == 0
 
 
+def test_answers_of_one_token_have_no_time_per_token(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    options = ["--concurrency", "1", "--num-prompts", "2", "--rounds", "1", "--lengths", "8:1"]
+    assert run(*arms(tmp_path), *options, "--output", str(output)) == 0
+    report = (output / "report.md").read_text()
+    assert "fast, time per output token: no ratio for 1 x 8:1" in report
+    assert "fast, time to first token: **2.00x** for 1 x 8:1" in report
+    # a saved comparison knows its arms
+    merge = ["--summary", str(tmp_path / "s.json"), "--summary-prefix", "x"]
+    assert run("--render", str(output), *merge, "--summary-arm", "slow") == 2
+    assert "--summary-arm slow: expected one of fast" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,6 +138,15 @@ def test_compares_and_merges_the_summary(
         (["--arm", "a=x/y", "--output", "/proc"], "exists; choose another"),
         (["--arm", "a=x/y", "--output", "/proc", "--overwrite"], "is no earlier comparison"),
         (["--render", "/nowhere"], "cannot be read as JSON"),
+        (
+            ["--arm", "a=x/y", "--output", "o", "--lengths", "8:4", "8:4@8x9"],
+            "lengths: give c8 8:4 twice; expected each load once",
+        ),
+        (
+            ["--arm", "a=x/y", "--output", "o", "--summary-alias", "new"],
+            "--summary-alias new: expected NEW=NAME",
+        ),
+        (["--arm", "a=x/y", "--output", "o", "--kernel-ms", "k"], "need --summary"),
     ],
 )
 def test_bad_arguments(
