@@ -16,7 +16,8 @@ An arm is NAME=[VARIABLE=VALUE ...] MODEL [engine flags as of `vllm serve`]; the
 with the faster of the others, or of --baseline. The folder gets results.json, report.html,
 report.md with its charts, and profiles.json (every launch).
 
-Exit codes: 0 measured, 1 an engine failed, 2 bad arguments.
+Exit codes: 0 measured, 1 an engine failed (a baseline that does not start is left out), 2 bad
+arguments, 130 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import decode, decode_figures, decode_profile, decode_report, summary
-from harness.arguments import Help, output_folder, summary_file
+from harness.arguments import Help, duration, output_folder, positive, summary_file
 from harness.arms import Arm, check_model, parse_arm
 from harness.decode_limits import load_config, step_bytes
 from harness.processes import Terminated, signals_as_exceptions
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench_decode: stopped by {type(error).__name__}", file=sys.stderr)
         return 130
     print(f"\n{decode_report.make_report(results, draw=False).text()}", file=sys.stderr)
-    return 0
+    return int(not args.render and results.get("stopped", decode.TIME_IS_UP) != decode.TIME_IS_UP)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -97,13 +98,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--prefill", type=int, default=PREFILL, help="tokens of a prompt; 0: none (default: 8192)")
     add("--rounds", type=int, default=2, help="measurements per load and arm (default: 2)")
-    add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
+    add("--seconds", type=duration, help="begin nothing after this long; what was measured counts")
     add("--profile", type=int, nargs="*", default=[1, 32, 128], help="batches to profile")
     add("--host", type=int, nargs="*", default=[], help="batches whose host time is taken")
     add("--engine-flags", type=shlex.split, default=[], help="engine flags for all, as one word")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
-    add("--startup-timeout", type=float, default=600.0, help="seconds to start (default: 600)")
-    add("--after", type=int, metavar="PID", help="start, but measure when this process has ended")
+    add("--startup-timeout", type=duration, default=600.0, help="seconds to start (default: 600)")
+    add("--after", type=positive, metavar="PID", help="measure when this process has ended")
     add("--summary", type=summary_file, help="flat JSON to merge the speed-ups into")
     add("--summary-prefix", default="", help="before the figures' names, such as h100")
     add("--render", type=Path, metavar="FOLDER", help="measure nothing: redo this folder's report")
@@ -191,6 +192,8 @@ def measure(
         # --render makes the report of a run that was killed
         short = [decode_profile.condense(profile) for profile in measured["profiles"]]
         kept = portable({**head, **measured, "profiles": short})
+        # an earlier run's launches are not those of this one
+        (args.output / "profiles.json").unlink(missing_ok=True)
         write_json(args.output / "results.json", kept)
 
     logs = Path(tempfile.mkdtemp(prefix="oss-fused-decode-"))

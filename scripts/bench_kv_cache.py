@@ -12,7 +12,8 @@ random prompts, and the logits of their last tokens are compared over the whole 
 Weights may be random (scripts/make_model.py): attention then spreads over the whole context, and
 KL says nothing about text. evaluate.py measures perplexity and needles of trained models.
 
-Exit codes: 0 measured, 1 an engine failed (what was measured is written), 2 bad arguments.
+Exit codes: 0 measured, 1 an engine failed or a signal came (what was measured is written), 2 bad
+arguments.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from harness import decode, decode_figures, processes, summary
-from harness.arguments import Help, output_file, positive, summary_file
+from harness.arguments import Help, duration, output_file, positive, summary_file
 from harness.arms import CPU_ENVIRONMENT, Arm, check_model
 from harness.decode_limits import load_config
+from harness.kv_cache_worker import TAILS
 
 from oss_fused.bench.report import text_table
 from oss_fused.environment import fingerprint, has_gpu, portable
@@ -62,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(args.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if min(args.contexts) <= max(TAILS.values()):
+        least = max(TAILS.values()) + 1
+        parser.error(f"--contexts {min(args.contexts)}: expected at least {least}")
     results: dict[str, Any] = {
         "kind": "oss_fused.kv_cache",
         "environment": fingerprint(),
@@ -91,9 +96,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batches", type=positive, nargs="+", default=list(BATCHES), help="sequences that decode")
     add("--rounds", type=positive, default=2, help="measurements per load and arm (default: 2)")
     add("--flags", type=shlex.split, default=["--quantization", "oss_fp8"], help="of all engines")
-    add("--seconds", type=float, help="begin nothing after this long; what was measured counts")
+    add("--seconds", type=duration, help="begin nothing after this long; what was measured counts")
     add("--seed", type=int, default=1, help="of the prompts (default: 1)")
-    add("--startup-timeout", type=float, default=400.0, help="seconds to start (default: 400)")
+    add("--startup-timeout", type=duration, default=400.0, help="seconds to start (default: 400)")
     add("--summary", type=summary_file, help="flat JSON for the speed-up at the longest context")
     return parser
 
@@ -105,29 +110,37 @@ def measure(args: argparse.Namespace, vocab: int, results: dict[str, Any], folde
         print(f"bench_kv_cache: {error}", file=sys.stderr, flush=True)
         results.setdefault("errors", []).append(str(error).splitlines()[0])
 
+    def keep(measured: dict[str, Any]) -> None:
+        # after every load: a signal, or a kill, leaves what there is
+        cells = decode_figures.condense(measured["measurements"], "fp8", ["bf16"])
+        results["speed"] = {"cells": cells} | {k: v for k, v in measured.items() if k != "profiles"}
+        write_json(args.output, portable(results))
+
+    def collect() -> None:
+        try:
+            results["quality"] = quality.figures()
+            print("quality: measured", file=sys.stderr, flush=True)
+        except ServerError as error:
+            failed(error)
+        write(args, results)
+
+    # in a thread: what is measured is written even if the other pair never starts
+    waiting = threading.Thread(target=collect, daemon=True)
     with ExitStack() as stack, processes.signals_as_exceptions():
+        # last of all, behind the end of its engines: two writers of one file would meet
+        stack.callback(lambda: waiting.is_alive() and waiting.join())
         quality = Quality(args, vocab, folder, stack)
-
-        def collect() -> None:
-            try:
-                results["quality"] = quality.figures()
-                print("quality: measured", file=sys.stderr, flush=True)
-            except ServerError as error:
-                failed(error)
-            write(args, results)
-
-        # in a thread: what is measured is written even if the other pair never starts
-        waiting = threading.Thread(target=collect, daemon=True)
         waiting.start()
         try:
             # nothing else may use the device while times are taken
-            measured = decode.run(speed_plan(args), folder, waiting.join)
+            measured = decode.run(speed_plan(args), folder, waiting.join, keep)
         except ServerError as error:
             failed(error)
             waiting.join()
             return
-    cells = decode_figures.condense(measured["measurements"], "fp8", ["bf16"])
-    results["speed"] = {"cells": cells} | {k: v for k, v in measured.items() if k != "profiles"}
+    keep(measured)
+    if measured.get("stopped", decode.TIME_IS_UP) != decode.TIME_IS_UP:
+        failed(ServerError(measured["stopped"]))
 
 
 def speed_plan(args: argparse.Namespace) -> decode.DecodeBenchmark:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,18 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: expected at least 1")
+    return value
+
+
+def duration(text: str) -> float:
+    """Seconds or milliseconds above 0, as argparse's ``type``.
+
+    Raises:
+        ArgumentTypeError: it is 0, less, or not finite.
+    """
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value}: expected a number above 0")
     return value
 
 

@@ -28,6 +28,8 @@ from harness.decode_limits import kv_bytes, load_config
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, "-m", "harness.decode_worker")
+# "stopped" of a measurement that its deadline ended, and no failure
+TIME_IS_UP = "time is up"
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def run(
                 results["host"] += [_host(engine, cell, plan.seed) for engine in engines]
             for place, (number, cell) in enumerate(plan.schedule()):
                 if place and time.monotonic() > plan.deadline:
-                    results["stopped"] = "time is up"
+                    results["stopped"] = TIME_IS_UP
                     break
                 if number is None:
                     results["profiles"] += [_profile(engine, cell, plan.seed) for engine in engines]

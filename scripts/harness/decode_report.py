@@ -53,6 +53,9 @@ def make_report(results: Mapping[str, Any], draw: bool = True) -> Report:
     report = Report(f"Decode steps and prefill of {settings['model']}")
     report.paragraph(f"{describe(results['environment'])}.")
     report.paragraph(_method(results))
+    if "stopped" in results:
+        why = results["stopped"].splitlines()[0]
+        report.paragraph(f"**Stopped early: {why}.** Later loads and rounds are missing.")
     report.heading("Time per decode step")
     steps = [cell for cell in cells if cell["steps"]]
     if draw and steps:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from harness import decode, decode_report
@@ -83,6 +84,25 @@ def test_a_killed_run_can_be_rendered(script, arms, tmp_path, monkeypatch):
     assert "### Decode, batch 2" in (out / "report.md").read_text()
 
 
+def test_a_late_failure_is_told_and_an_earlier_run_is_not_mixed_in(script, arms, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ["--batches", "2", "--prefill", "0", "--rounds", "1", "--output", str(out)]
+    assert script.main([*arms, *options, "--contexts", "16", "--profile", "1"]) == 0
+    earlier = (out / "profiles.json").read_bytes()
+    # the stand-in fails at a context of 19
+    assert script.main([*arms, *options, "--contexts", "16", "19", "--profile", "2"]) == 1
+    report = (out / "report.md").read_text()
+    assert "**Stopped early: engine baseline" in report and "unlucky" in report
+    assert "| 2 x 16 |" in report
+    # killed behind its first load: what stood there is another run's
+    (out / "profiles.json").write_bytes(earlier)
+    options += ["--contexts", "16", "--profile", "2"]
+    with patch.object(script, "write", side_effect=KeyboardInterrupt):
+        assert script.main([*arms, *options]) == 130
+    assert script.main(["--render", str(out)]) == 0
+    assert {p["batch"] for p in json.loads((out / "results.json").read_text())["profiles"]} == {2}
+
+
 def test_decode_alone(script, arms, tmp_path):
     options = ["--batches", "2", "--contexts", "16", "--profile", "2", "--prefill", "0"]
     assert script.main([*arms, *options, "--output", str(tmp_path / "out")]) == 0
@@ -109,6 +129,8 @@ def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_
         (["--render", "nowhere"], "--render nowhere/results.json: cannot be read"),
         (["--batches", "1", "1"], "different numbers"),
         (["--steps", "4"], "--steps 4"),
+        (["--seconds", "0"], "--seconds: 0.0: expected a number above 0"),
+        (["--after", "-1"], "--after: -1: expected at least 1"),
         (["--baseline", "nobody"], "--baseline"),
         (["--arm", "gone=/no/such/model"], "no such folder"),
         (["--arm", "baseline=."], "config.json"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import decode
 
+from oss_fused.errors import ServerError
 from tests.harness.test_decode import GPT_OSS, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def script(monkeypatch):
 
 def run(script, tmp_path, name, *options):
     model = tmp_path / name
-    model.mkdir()
+    model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(GPT_OSS))
     out, summary = tmp_path / "kv.json", tmp_path / "summary.json"
     common = ["--output", str(out), "--summary", str(summary), "--rounds", "1", "--name", "m"]
@@ -74,3 +75,34 @@ def test_broken_engines_leave_the_divergence(script, tmp_path):
     status, results, figures = run(script, tmp_path, "broken", "--batches", "1")
     assert status == 1 and "speed" not in results and not figures
     assert results["quality"]["fp8"]["prompts"][0]["decode"]["kl"] == 0.25
+
+
+def test_a_late_failure_and_a_signal_keep_the_loads_before_and_are_no_success(
+    script, tmp_path, monkeypatch
+):
+    row = decode._row
+
+    def fails(cause):
+        def measure(plan, engine, cell, number):
+            if cell.context == 2048:
+                raise cause
+            return row(plan, engine, cell, number)
+
+        return measure
+
+    for cause, message in (
+        (ServerError("engine bf16: gone"), "engine"),
+        (KeyboardInterrupt, "Key"),
+    ):
+        monkeypatch.setattr(decode, "_row", fails(cause))
+        status, results, _ = run(script, tmp_path, "m", "--batches", "1")
+        assert status == 1 and message in results["errors"][0]
+        assert {cell["context"] for cell in results["speed"]["cells"]} == {1024}
+        assert "quality" in results
+
+
+def test_a_context_within_the_compared_tail_is_refused(script, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(script, tmp_path, "m", "--contexts", "256")
+    assert stopped.value.code == 2
+    assert "--contexts 256: expected at least 257" in capsys.readouterr().err
