@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,11 @@ def loader(layout, rank=0, ranks=1, first=0, count=EXPERTS):
     parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
     return ExpertsLoader(
         SimpleNamespace(
-            moe_config=SimpleNamespace(moe_parallel_config=parallel),
+            moe_config=SimpleNamespace(
+                moe_parallel_config=parallel,
+                hidden_dim_unpadded=HIDDEN,
+                intermediate_size_per_partition_unpadded=INTERMEDIATE // ranks,
+            ),
             global_num_experts=EXPERTS,
             _map_global_expert_id_to_local_expert_id=lambda e: (
                 e - first if first <= e < first + count else -1
@@ -96,6 +101,46 @@ def test_expert_parallel_ranks_take_their_experts():
     assert torch.equal(part, w2[2:].transpose(1, 2))
 
 
-def test_wrong_shape_is_refused():
-    with pytest.raises(CheckpointError, match=r"experts.w2_weight', expert 0: shape \(97, 64\)"):
-        load("bf16", "w2_weight", torch.zeros(1, 97, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE))
+# each fits into the layer, which kernels may pad
+@pytest.mark.parametrize(
+    ("layout", "kind", "shape", "expected"),
+    [
+        ("bf16", "w2_weight", (97, HIDDEN), (INTERMEDIATE, HIDDEN)),
+        ("bf16", "w2_weight", (INTERMEDIATE, 32), (INTERMEDIATE, HIDDEN)),
+        ("bf16", "w13_weight", (HIDDEN, 190), (HIDDEN, 192)),
+        ("mxfp4", "w13_weight", (128, 2, 16), (192, 2, 16)),
+        ("mxfp4", "w13_weight_scale", (192, 1), (192, 2)),
+        ("mxfp4", "w2_weight", (HIDDEN, 2, 16), (HIDDEN, 3, 16)),
+        ("mxfp4", "w2_bias", (32,), (HIDDEN,)),
+        ("fp8", "w13_weight", (192, 32), (192, HIDDEN)),
+        ("fp8", "w2_weight_scale", (32, 1), (HIDDEN, 1)),
+        ("fp8", "w13_bias", (190,), (192,)),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_shape_is_refused(layout, kind, shape, expected, ranks):
+    dtype = torch.uint8 if layout == "mxfp4" else torch.float32
+    if (layout, kind) == ("fp8", "w13_weight"):
+        dtype = torch.float8_e4m3fn
+    elif kind.endswith("_bias"):
+        dtype = torch.bfloat16
+    said = f"experts.{kind}', expert 0: shape {shape}; expected {expected}"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load(layout, kind, torch.zeros(EXPERTS, *shape, dtype=dtype), (EXPERTS, 512, 512), 0, ranks)
+
+
+def test_mxfp4_weights_may_come_without_blocks():
+    w2 = torch.randint(1, 255, (EXPERTS, HIDDEN, INTERMEDIATE // 2), dtype=torch.uint8)
+    assert torch.equal(load("mxfp4", "w2_weight", w2, w2.shape), w2)
+
+
+@pytest.mark.parametrize("by_one", [False, True])
+def test_an_expert_that_the_model_has_not_is_refused(by_one):
+    bias = torch.zeros(EXPERTS + 1, HIDDEN)
+    param = nn.Parameter(bias[:EXPERTS].clone(), requires_grad=False)
+    said = f"experts.routed_experts.w2_bias' has an expert {EXPERTS}; expected experts 0 to 3"
+    with pytest.raises(CheckpointError, match=said):
+        if by_one:
+            loader("fp8")(param, bias[0], f"{PARENT}.w2_bias", expert_id=EXPERTS)
+        else:
+            loader("bf16")(param, bias, f"{PARENT}.w2_bias")

@@ -26,7 +26,9 @@ class Layer(GptOssRoutedExperts):
         torch.nn.Module.__init__(self)
         tp = 1 if by_expert else ranks
         self.moe_config = SimpleNamespace(
-            moe_parallel_config=SimpleNamespace(tp_rank=rank % tp, tp_size=tp)
+            moe_parallel_config=SimpleNamespace(tp_rank=rank % tp, tp_size=tp),
+            hidden_dim_unpadded=HIDDEN,
+            intermediate_size_per_partition_unpadded=INNER // tp,
         )
         self.local = EXPERTS // ranks if by_expert else EXPERTS
         self.first = rank * self.local if by_expert else 0

@@ -153,6 +153,12 @@ def test_a_checkpoint_without_a_tensor_is_refused_at_the_first_load():
         serve("fp8", 0, 1, tensors)
 
 
+@pytest.mark.parametrize("kind", ["reference", "fp8"])
+def test_a_first_load_without_any_tensor_of_a_layer_is_refused(kind):
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no 'e.w13_weight'"):
+        serve(kind, 0, 1, [])
+
+
 def test_padding_is_written_at_the_first_load():
     # as vLLM's create_weights leaves memory where it does not fill it
     from oss_fused.layers.vllm.experts.loader import ExpertsLoader

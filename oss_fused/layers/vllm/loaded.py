@@ -36,6 +36,13 @@ class CheckedMethod:
     def mark_missing(self, layer: Any) -> None:
         """Fill the tensors of ``layer``, so that its processing finds what is not loaded."""
 
+    def check_first(self, layer: Any) -> None:
+        """Refuse a first load that left out ``layer``, where no mark in its memory tells.
+
+        Raises:
+            CheckpointError: names the tensor that is missing.
+        """
+
     def check_session(self, layer: Any, loaded: set[str]) -> None:
         """Refuse a load that ends with only the parameters ``loaded`` of an unprocessed layer.
 

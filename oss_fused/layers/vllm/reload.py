@@ -294,6 +294,8 @@ def _load_first(model: nn.Module, load: Callable[[Weights], Loaded], weights: We
     finally:
         _loading = False
     if not is_draft_head(model):
+        for layer, method in checked_layers(model):
+            method.check_first(layer)
         check_names(model, loaded)
         check_values(model)
     return loaded

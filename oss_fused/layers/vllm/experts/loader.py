@@ -20,7 +20,7 @@ import torch
 
 from oss_fused.errors import CheckpointError
 from oss_fused.layers.vllm.checks import FLOATS, check_dtype, check_experts
-from oss_fused.layers.vllm.loaded import CheckedMethod
+from oss_fused.layers.vllm.loaded import CheckedMethod, refuse_layer
 from oss_fused.quant.patterns import spellings
 from oss_fused.quant.settings import ExpertsLayout
 
@@ -36,6 +36,15 @@ class CheckedExperts(CheckedMethod):
         """Forget what was loaded."""
         if self.loader is not None:
             self.loader.loaded.clear()
+
+    def check_first(self, layer: Any) -> None:
+        """Refuse a first load that brought no tensor: this memory began as zeros.
+
+        Raises:
+            CheckpointError: names a tensor.
+        """
+        if self.loader is not None and not self.loader.loaded:
+            refuse_layer(layer, self.prefix)
 
     def check_loaded(self, layer: Any) -> None:
         """Refuse a load that left out a tensor, and 16-bit tensors that are not finite.
@@ -58,8 +67,11 @@ class ExpertsLoader:
             layer: vLLM's RoutedExperts; says which experts and which slice this rank has.
             layout: how the checkpoint stores the weights.
         """
-        parallel = layer.moe_config.moe_parallel_config
+        moe = layer.moe_config
+        parallel = moe.moe_parallel_config
         self.rank, self.ranks = parallel.tp_rank, parallel.tp_size
+        self.hidden = moe.hidden_dim_unpadded
+        self.inner = moe.intermediate_size_per_partition_unpadded * parallel.tp_size
         self.local_id = layer._map_global_expert_id_to_local_expert_id
         self.layout = layout
         self.experts = layer.global_num_experts
@@ -122,16 +134,23 @@ class ExpertsLoader:
     def _load(
         self, param: torch.nn.Parameter, weight: torch.Tensor, kind: str, expert: int, name: str
     ) -> bool:
+        if not 0 <= expert < self.experts:
+            raise CheckpointError(
+                f"{spellings(name)[-1]!r} has an expert {expert}; expected experts 0 to "
+                f"{self.experts - 1}, by config.json"
+            )
+        # a smaller tensor would fit a layer whose sizes are padded for its kernels
+        shapes = self._shapes(kind)
+        if tuple(weight.shape) not in shapes:
+            raise CheckpointError(
+                f"{spellings(name)[-1]!r}, expert {expert}: shape {tuple(weight.shape)}; expected "
+                f"{shapes[0]}, by config.json"
+            )
         local = self.local_id(expert)
         if local == -1:
             return False
         part = self._part(weight, kind)
         target = param.data[local]
-        if part.dim() != target.dim() or any(p > t for p, t in zip(part.shape, target.shape)):
-            raise CheckpointError(
-                f"{spellings(name)[-1]!r}, expert {expert}: shape {tuple(weight.shape)} does not "
-                f"fit the layer, whose part on this rank is {tuple(target.shape)}"
-            )
         if part.shape != target.shape:
             # kernels pad sizes; a reload's memory holds anything
             target.zero_()
@@ -139,6 +158,22 @@ class ExpertsLoader:
         if not target.is_meta:
             self.loaded.setdefault(kind, set()).add(local)
         return True
+
+    def _shapes(self, kind: str) -> list[tuple[int, ...]]:
+        """What one expert's tensor of that kind, for all ranks, may have in the checkpoint."""
+        name, _, leaf = kind.partition("_")
+        w13, w2 = (2 * self.inner, self.hidden), (self.hidden, self.inner)
+        rows, columns = w13 if name == "w13" else w2
+        if leaf == "bias":
+            return [(rows,)]
+        if self.layout == "mxfp4":
+            blocks, packed = -(-columns // MXFP4_BLOCK), MXFP4_BLOCK // 2
+            if leaf == "weight_scale":
+                return [(rows, blocks)]
+            return [(rows, blocks, packed), (rows, blocks * packed)]
+        if leaf == "weight_scale":
+            return [(rows, 1)]
+        return [(columns, rows) if self.layout == "bf16" else (rows, columns)]
 
     def _part(self, weight: torch.Tensor, kind: str) -> torch.Tensor:
         """This rank's slice of one expert's tensor, output dimension first."""
