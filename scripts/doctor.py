@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quantization", choices=("oss_fp8",), help="as vllm serve will be told")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: what is here")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs (default: 1)")
+    add("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages (default: 1)")
     add("--max-model-len", type=int, default=8192, metavar="N", help="tokens (default: 8192)")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share (default: 0.9)")
     add("--trust-remote-code", action="store_true", help="the checkpoint may name Python code")
@@ -65,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.model is None and (args.smoke or args.self_check):
         flag = "--smoke" if args.smoke else "--self-check"
         parser.error(f"{flag}: loads a model; expected MODEL beside it")
-    if args.tensor_parallel_size < 1 or args.max_model_len < 1:
-        parser.error("--tensor-parallel-size and --max-model-len: expected at least 1")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected at least 1")
     if not 0 < args.gpu_memory_utilization <= 1:
         parser.error(f"--gpu-memory-utilization {args.gpu_memory_utilization}: expected 0 to 1")
     if args.hooks:

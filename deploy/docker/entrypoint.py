@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import yaml
 
@@ -31,13 +33,16 @@ HERE = Path(__file__).resolve().parent
 SHARED_FLAGS = (
     "--quantization",
     "--tensor-parallel-size",
+    "--pipeline-parallel-size",
     "--max-model-len",
     "--gpu-memory-utilization",
 )
 ALIASES = {
     "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-asc": "--api-server-count",
 }
 # of a grace period: ending the engine's processes once the last stream has ended
 TEARDOWN_SECONDS = 10
@@ -67,22 +72,44 @@ def switch(name: str) -> bool:
     return value == "on"
 
 
+def stored_flags(paths: list[str]) -> dict[str, Any]:
+    """Flag without dashes -> its value, of the file that --config names.
+
+    Raises:
+        StartError: there is no path, or no flags in the file.
+    """
+    if not paths:
+        raise StartError("--config: expected the path of a YAML file behind it")
+    stored = yaml.safe_load(Path(paths[-1]).read_text()) or {}
+    if not isinstance(stored, dict) or not all(isinstance(key, str) for key in stored):
+        raise StartError(f"--config {paths[-1]}: expected flags of vllm serve, each `name: value`")
+    return stored
+
+
 def flags_of(arguments: list[str]) -> dict[str, list[str]]:
-    """Flag with dashes, as vLLM reads it -> its values: the last given ones, else --config's."""
+    """Flag with dashes, as vLLM reads it -> its values: the last given ones, else --config's.
+
+    Raises:
+        StartError: --config is given in a way that vLLM does not read.
+    """
     flags: dict[str, list[str]] = {}
     name = ""
     for word in arguments:
         flag, equals, value = word.partition("=")
-        if word.startswith("--") or flag in ALIASES:
+        # short flags of vLLM too, but no number below zero
+        if re.match("--?[A-Za-z]", word):
             name = ALIASES.get(flag, flag.replace("_", "-"))
+            if name == "--config" and equals:
+                raise StartError(f"{word}: vLLM passes this over; expected --config {value}")
             flags[name] = [value] if equals else []
         elif name:
             flags[name].append(word)
     if "--config" in flags:
-        stored = yaml.safe_load(Path(flags["--config"][-1]).read_text()) or {}
-        for key, value in stored.items():
-            values = value if isinstance(value, list) else [value]
-            flags.setdefault(f"--{key.replace('_', '-')}", list(map(str, values)))
+        for key, value in stored_flags(flags["--config"]).items():
+            # vLLM leaves such a flag out
+            if value is not False:
+                values = value if isinstance(value, list) else [value]
+                flags.setdefault(f"--{key.replace('_', '-')}", list(map(str, values)))
     return flags
 
 
@@ -178,12 +205,21 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def write_address(serve: list[str]) -> None:
-    """Tell the health check how to reach the server; a key only where it lies nowhere else."""
+    """Tell the health check how to reach the server; a key only where it lies nowhere else.
+
+    Raises:
+        StartError: the host or the port is none.
+    """
     flags = flags_of(serve)
     one = {name: values[-1] for name, values in flags.items() if values}
+    if "--host" not in one:
+        raise StartError("--host: expected an address behind it")
+    port = one.get("--port", "")
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise StartError(f"--port or PORT={port!r}: expected a number from 1 to 65535")
     address = {
         "host": one["--host"],
-        "port": int(one["--port"]),
+        "port": int(port),
         "uds": one.get("--uds"),
         "certificate": one.get("--ssl-certfile"),
         "certificate_key": one.get("--ssl-keyfile"),
@@ -219,7 +255,7 @@ def main(arguments: list[str]) -> int:
         examine = switch("DOCTOR")
         serve = command_of(arguments)
         write_address(serve)
-    except (OSError, ValueError, IndexError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"entrypoint: {error}", file=sys.stderr)
         return 2
     if keys:

@@ -49,6 +49,7 @@ class Options:
         quantization: as `vllm serve` will be told; None lets the checkpoint say.
         device: "auto", "cuda" or "cpu".
         tensor_parallel_size: ranks that share the weights.
+        pipeline_parallel_size: stages that share the layers.
         max_model_len: tokens of the longest request.
         gpu_memory_utilization: share of a GPU's memory that the server may take.
         trust_remote_code: the checkpoint may name Python code.
@@ -60,6 +61,7 @@ class Options:
     quantization: str | None = None
     device: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_model_len: int = 8192
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
@@ -177,7 +179,8 @@ def served_bytes(reader: CheckpointReader, quantised: bool) -> int:
 def _check_memory(reader: CheckpointReader, options: Options) -> Check:
     weights = served_bytes(reader, options.quantization == "oss_fp8") / preflight.GIB
     length = min(options.max_model_len, reader.config.get("max_position_embeddings", 1 << 20))
-    needed = preflight.needed_gib(weights, reader.config, length, options.tensor_parallel_size)
+    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+    needed = preflight.needed_gib(weights, reader.config, length, *sizes)
     return preflight.check_memory(needed, options.gpu_memory_utilization)
 
 
@@ -187,6 +190,7 @@ def _check_smoke(options: Options) -> Check:
         "model": str(options.model),
         "quantization": options.quantization,
         "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
         "max_model_len": min(options.max_model_len, 256),
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "trust_remote_code": options.trust_remote_code,

@@ -154,7 +154,7 @@ def free_gib(utilization: float) -> float:
 
 
 def needed_gib(
-    weights: float, config: dict[str, Any], max_model_len: int, ranks: int
+    weights: float, config: dict[str, Any], max_model_len: int, ranks: int, stages: int = 1
 ) -> dict[str, float]:
     """Memory of one rank in GiB, by part.
 
@@ -163,15 +163,17 @@ def needed_gib(
         config: of the model.
         max_model_len: tokens of the longest request; the KV cache must hold one of them.
         ranks: tensor parallel size.
+        stages: pipeline parallel size; embedding and head are shared out like layers.
     """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = max(1, -(-(config.get("num_key_value_heads") or heads) // ranks))
+    layers = -(-config["num_hidden_layers"] // stages)
     # key and value, two bytes each
-    kv = config["num_hidden_layers"] * kv_heads * head_dim * 2 * 2 * max_model_len
+    kv = layers * kv_heads * head_dim * 2 * 2 * max_model_len
     gpu = torch.cuda.is_available()
     return {
-        "weights": weights / ranks,
+        "weights": weights * layers / config["num_hidden_layers"] / ranks,
         "kv_cache": kv / GIB,
         "overhead": _GPU_OVERHEAD_GIB if gpu else _CPU_OVERHEAD_GIB,
     }

@@ -58,7 +58,11 @@ def test_no_server_without_the_key(entrypoint, capsys, kind) -> None:
         ({"VLLM_API_KEY": "a", "AUTH": "off"}, [], "but VLLM_API_KEY gives a key"),
         ({"AUTH": "no"}, [], "AUTH='no': expected on or off"),
         ({"AUTH": "off", "DOCTOR": "no"}, [], "DOCTOR='no': expected on or off"),
-        ({"AUTH": "off", "PORT": "http"}, [], "http"),
+        ({"AUTH": "off", "PORT": "http"}, [], "--port or PORT='http': expected a number"),
+        ({"AUTH": "off"}, ["--port"], "--port or PORT='': expected a number"),
+        ({"AUTH": "off"}, ["--host"], "--host: expected an address"),
+        ({"AUTH": "off"}, ["--config"], "--config: expected the path"),
+        ({"AUTH": "off"}, ["--config", os.devnull, "--config=a"], "expected --config a"),
         ({"AUTH": "off", "GRACE_PERIOD": "10"}, [], "GRACE_PERIOD='10': expected over 10"),
         ({"AUTH": "off", "GRACE_PERIOD": "1m"}, [], "GRACE_PERIOD='1m': expected"),
         ({"SECRETS_DIR": "/nowhere"}, [], "found: no such folder"),
@@ -77,6 +81,20 @@ def test_key_reaches_the_server_and_no_command_line(entrypoint) -> None:
     assert "oss_fused.plugin.api_key.KeyForAllPaths" in entrypoint.started[0]
     assert API_KEY not in str(entrypoint.started)
     assert API_KEY not in entrypoint.server_file().read_text()
+
+
+def test_values_of_other_flags_are_no_keys(entrypoint) -> None:
+    """Else a client with the key "2" could generate at /invocations."""
+    entrypoint.main(["m", "--api-key", "one", "other", "-ep", "-dcp", "2", "-O3"])
+    assert os.environ["API_KEYS"].split() == ["one", "other"]
+
+
+def test_a_file_of_flags_is_a_mapping(entrypoint, tmp_path, capsys) -> None:
+    os.environ["AUTH"] = "off"
+    for text in ("- port\n", "1: 2\n", "port\n"):
+        (tmp_path / "serve.yaml").write_text(text)
+        assert entrypoint.main(["m", "--config", str(tmp_path / "serve.yaml")]) == 2
+        assert "serve.yaml: expected flags of vllm serve" in capsys.readouterr().err
 
 
 def test_server_without_a_key_must_be_asked_for(entrypoint, capsys) -> None:

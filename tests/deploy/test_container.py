@@ -11,6 +11,8 @@ import time
 
 import pytest
 from harness import processes
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.deploy.conftest import ROOT
 from tests.deploy.hostile import make, make_bases
@@ -63,6 +65,38 @@ def test_arguments_of_the_pre_flight(entrypoint) -> None:
     ]
     assert entrypoint.doctor_flags(["--quantization", "fp8", "--max-model-len", "32k"]) == []
     assert entrypoint.main(["--seed"]) == 2
+    # a short flag ends the values of the flag before it
+    flags = ["--max-model-len", "8192", "-pp", "2", "-tp", "2", "-ep", "--seed", "-1"]
+    assert entrypoint.doctor_flags(flags) == [
+        "--tensor-parallel-size",
+        "2",
+        "--pipeline-parallel-size",
+        "2",
+        "--max-model-len",
+        "8192",
+    ]
+    assert entrypoint.flags_of(flags)["--seed"] == ["-1"]
+
+
+def test_every_short_flag_of_vllm_is_seen(entrypoint) -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    # those that the entry point reads have their long names
+    read = {*entrypoint.SHARED_FLAGS, "--api-server-count", "--data-parallel-size"}
+    for action in parser._actions:
+        long = next((flag for flag in action.option_strings if flag in read), None)
+        for flag in action.option_strings:
+            if not flag.startswith("--"):
+                assert entrypoint.flags_of(["--api-key", "k", flag])["--api-key"] == ["k"], flag
+                assert long is None or entrypoint.ALIASES[flag] == long
+
+
+def test_flags_of_a_file_that_are_off(entrypoint, tmp_path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("trust-remote-code: false\nquantization: oss_fp8\n")
+    flags = ["--config", str(config)]
+    assert entrypoint.doctor_flags(flags) == ["--quantization", "oss_fp8"]
+    config.write_text("trust_remote_code: true\n")
+    assert entrypoint.doctor_flags(flags) == ["--trust-remote-code"]
 
 
 @pytest.mark.serve

@@ -49,12 +49,20 @@ def test_bad_scale_and_its_remedy(model, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["/nowhere"], [".", "--tensor-parallel-size", "0"], ["--device", "tpu"]]
+    "arguments",
+    [
+        ["/nowhere"],
+        [".", "--tensor-parallel-size", "0"],
+        [".", "--pipeline-parallel-size", "0"],
+        ["--device", "tpu"],
+    ],
 )
-def test_bad_arguments(arguments) -> None:
+def test_bad_arguments(arguments, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
+    problem = capsys.readouterr().err
+    assert all(word in problem for word in arguments[-2:])
 
 
 def test_an_nccl_that_vllm_gives_up_is_seen(monkeypatch) -> None:
@@ -75,6 +83,23 @@ def test_too_little_memory(monkeypatch) -> None:
     monkeypatch.setattr(preflight, "free_gib", lambda utilization: 1.0)
     check = preflight.check_memory({"weights": 0.9, "overhead": 0.5}, 0.9)
     assert check.status == "fail" and "1.40 GiB" in check.detail and check.remedy
+
+
+def test_stages_share_layers_and_their_cache() -> None:
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512}
+    config |= {"num_hidden_layers": 6}
+    whole = preflight.needed_gib(12.0, config, 1 << 20, 2)
+    stage = preflight.needed_gib(12.0, config, 1 << 20, 2, 4)
+    assert (whole["weights"], stage["weights"]) == (6.0, 2.0), "the largest has two layers"
+    assert stage["kv_cache"] == whole["kv_cache"] / 3
+
+
+def test_a_model_that_fits_several_stages_only(model, monkeypatch, capsys) -> None:
+    seen = []
+    needed = preflight.needed_gib
+    monkeypatch.setattr(preflight, "needed_gib", lambda *a: seen.append(a[3:]) or needed(*a))
+    assert main([str(model), "--max-model-len", "64", "--pipeline-parallel-size", "2"]) == 0
+    assert seen == [(1, 2)], capsys.readouterr().err
 
 
 def test_hooks_of_vllm(monkeypatch, capsys) -> None:
