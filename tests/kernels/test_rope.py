@@ -6,6 +6,7 @@ import torch
 
 from oss_fused import functional as F
 from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.kernels.launch import multiprocessors
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -71,6 +72,17 @@ def test_rmsnorm_rope_rows_of_a_program(heads, dim, device):
         launch = config and {"num_warps": 4, "stages": 3, **config}
         got = op(*args, 1e-6, launch)
         assert (got.double() - want).norm() / want.norm() < 4e-3
+
+
+@pytest.mark.parametrize("heads,dim", [(45, 64), (32, 128), (33, 256)])
+def test_rmsnorm_rope_of_more_rows_than_run_at_once(heads, dim, device):
+    """A program asks L2 for a later row, which may be of another batch or behind the last one."""
+    tokens = 4 * multiprocessors(torch.device(device)) + 3
+    wide = randn(2, tokens, heads * dim + 16, device=device)
+    args = (wide[..., 16:], randn(heads * dim, device=device), *tables(tokens, dim, device))
+    want = get_kernel("torch", "rmsnorm_rope")(*args, 1e-6).double()
+    got = get_kernel("triton", "rmsnorm_rope")(*args, 1e-6)
+    assert (got.double() - want).norm() / want.norm() < 4e-3
 
 
 def cache_pair(dtype, kv_heads, dim, device, blocks=6, size=16, layout="NHD"):

@@ -215,6 +215,8 @@ def combine_norm(
     levels = torch.empty(2 * bf16_rows, hidden, dtype=FP8, device=device)
     block = next_power_of_2(hidden)
     part = min(_PART, block) if shares > 1 else block
+    # few tokens have float32 y; the rows of many fill the GPU with less
+    most = 16 if summands.y.element_size() == 4 else 8
     _combine_norm_kernel[(tokens, cdiv(hidden, part) if part < block else 1)](
         summands,
         residual,
@@ -233,7 +235,7 @@ def combine_norm(
         PREFETCH=prefetch,
         # of one token, or without shares, y is little: early weights win (measured on an H200)
         LATE=shares > 1 and tokens > 1,
-        num_warps=4 if shares > 1 else min(16, max(1, block // 256)),
+        num_warps=4 if shares > 1 else min(most, max(1, block // 256)),
         **pdl_options(device),
     )
     return q, out_scale, residual_out, levels
