@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from harness.arguments import Help, output_file, positive, summary_file
 
 from oss_fused.bench.report import text_table
 from oss_fused.environment import fingerprint
 from oss_fused.files import write_json
+
+# columns whose figures have no word about them in their names
+HIDDEN = 2880
 
 
 def main() -> int:
@@ -38,21 +43,25 @@ def main() -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    figures = {
-        f"all_reduce.ranks{args.ranks}.speedup_{row['tokens']}": row["ratio"] for row in rows
-    }
+    named = figures(rows, args.ranks, args.hidden)
     head = {"kind": "oss_fused.bench_all_reduce", "environment": fingerprint()}
     shape = {"ranks": args.ranks, "hidden": args.hidden, "dtype": "bfloat16"}
-    write_json(args.output, {**head, **shape, "rows": rows, "figures": figures})
+    write_json(args.output, {**head, **shape, "rows": rows, "figures": named})
     if args.summary:
         from harness.summary import merge_summary
 
-        merge_summary(args.summary, figures, args.output)
+        merge_summary(args.summary, named, args.output)
     header = ("tokens", "bytes", "vllm, us", "oss_fused, us", "ratio", "same bits")
     cells = [[str(value) for value in row.values()] for row in rows]
     print(text_table(header, cells))
     # more than two ranks may add in another order
     return 0 if all(row["same_bits"] for row in rows) or args.ranks > 2 else 1
+
+
+def figures(rows: Sequence[Mapping[str, Any]], ranks: int, hidden: int) -> dict[str, float]:
+    """Ratios by their names in summary.json, which tell other columns than gpt-oss's."""
+    prefix = f"all_reduce.ranks{ranks}" + ("" if hidden == HIDDEN else f".h{hidden}")
+    return {f"{prefix}.speedup_{row['tokens']}": row["ratio"] for row in rows}
 
 
 def _parse() -> argparse.Namespace:
@@ -61,7 +70,7 @@ def _parse() -> argparse.Namespace:
     add("--output", type=output_file, required=True, help="JSON file to write")
     add("--summary", type=summary_file, help="summary.json to merge the ratios into")
     add("--ranks", type=positive, default=2, help="processes, each with a GPU")
-    add("--hidden", type=positive, default=2880, help="columns of the tensor")
+    add("--hidden", type=positive, default=HIDDEN, help="columns of the tensor")
     tokens = [1, 8, 32, 128, 256, 1024, 8192]
     add("--tokens", type=positive, nargs="+", default=tokens, help="rows of the tensor")
     args = parser.parse_args()

@@ -6,12 +6,14 @@
 
 The stand-in gives each request a token every step, so what is lost against whole answers is lost in
 the API server (and to the client, which shares the cores). Servers: vLLM's, and with oss_fp8. Needs
-no GPU. Exit codes: 0 measured, 1 a server failed or an answer was short, 2 bad arguments.
+no GPU. The JSON is written after each load. Exit codes: 0 measured, 1 a server failed or an answer
+was short, 2 bad arguments, 130 stopped by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -19,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import streaming
-from harness.arguments import Help, output_file, positive
+from harness.arguments import Help, duration, output_file, positive
 from harness.arms import CPU_ENVIRONMENT
 from harness.model_factory import get_shape, make_model
-from harness.processes import signals_as_exceptions
+from harness.processes import Terminated, signals_as_exceptions
 from harness.server import Server
 
 from oss_fused.bench.report import text_table
@@ -41,18 +43,19 @@ def main() -> int:
     if len(args.step_ms) != len(args.requests):
         parser.error(f"--step-ms {args.step_ms}: expected one per number of requests")
     loads = list(zip(args.requests, args.step_ms))
+    head = {"kind": "oss_fused.bench_api_server", "environment": fingerprint()}
+    rows: list[dict[str, Any]] = []
     try:
         with signals_as_exceptions(), tempfile.TemporaryDirectory() as scratch:
-            rows = [
-                measure(Path(scratch), arm, *load, args.tokens, args.repeats)
-                for load in loads
-                for arm in ARMS
-            ]
+            for load, arm in itertools.product(loads, ARMS):
+                rows.append(measure(Path(scratch), arm, *load, args.tokens, args.repeats))
+                write_json(args.output, head | {"tokens": args.tokens, "loads": rows})
     except ServerError as error:
         print(f"bench_api_server: {error}", file=sys.stderr)
         return 1
-    head = {"kind": "oss_fused.bench_api_server", "environment": fingerprint()}
-    write_json(args.output, head | {"tokens": args.tokens, "loads": rows})
+    except (KeyboardInterrupt, Terminated) as error:
+        print(f"bench_api_server: stopped by {type(error).__name__}", file=sys.stderr)
+        return 130
     table = []
     for row in rows:
         rates = [f"{row['tokens_per_s'][kind]:.0f}" for kind in streaming.KINDS]
@@ -67,7 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--requests", type=positive, nargs="+", default=[128, 200, 512], help="at once")
-    add("--step-ms", type=float, nargs="+", default=[5.6, 7.0, 16.0], help="one for each of them")
+    add(
+        "--step-ms", type=duration, nargs="+", default=[5.6, 7.0, 16.0], help="one for each of them"
+    )
     add("--tokens", type=positive, default=128, help="of an answer (default: 128)")
     add("--repeats", type=positive, default=2, help="pairs of runs (default: 2)")
     add("--output", type=output_file, required=True, metavar="FILE", help="JSON to write")

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input."""
+    """Run; 0 if every result was right, 1 if one was wrong, 2 on bad input, 130 interrupted."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     from harness import kernel_report, kernels, vllm_kernels
@@ -103,8 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     kernel_report.write(report, arguments.output, arguments.summary)
     wrong = [row["name"] for row in report["results"] if not row["passed"]]
     print(json.dumps(report["figures"], indent=2), file=sys.stderr)
-    print(f"{len(cases)} cases, {len(wrong)} wrong; see {arguments.output}", file=sys.stderr)
-    return 1 if wrong else 0
+    done = f"{len(report['results'])} of {len(cases)} cases"
+    print(f"{done}, {len(wrong)} wrong; see {arguments.output}", file=sys.stderr)
+    return 130 if "interrupted" in report else 1 if wrong else 0
 
 
 if __name__ == "__main__":

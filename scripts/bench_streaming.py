@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from harness import streaming
-from harness.arguments import output_file, positive, summary_file
+from harness.arguments import duration, output_file, positive, summary_file
 from harness.arms import check_model
 from harness.compare_options import argument
 from harness.grid import parse_lengths
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--repeats", type=positive, default=3, metavar="N", help="pairs of runs (default: 3)")
     add("--serve-flags", type=shlex.split, default=[], metavar="FLAGS", help="as one word")
-    add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
+    add("--startup-timeout", type=duration, default=900.0, help="seconds to healthy (default: 900)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
     add("--after", type=positive, metavar="PID", help="measure when this process has ended")
     add("--output", type=output_file, required=True, metavar="FILE", help="JSON of every run")
@@ -64,6 +64,8 @@ def main() -> int:
     args = vars(parser.parse_args())
     output, summary, prefix = (args.pop(name) for name in ("output", "summary", "summary_prefix"))
     lengths = args.pop("lengths")
+    if lengths.concurrency:
+        parser.error("--lengths: expected IN:OUT; all --requests come at once")
     plan = streaming.Plan(inputs=lengths.inputs, outputs=lengths.outputs, **args)
     try:
         check_model(plan.model)

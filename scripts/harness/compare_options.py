@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import positive, summary_file
+from harness.arguments import duration, positive, summary_file
 from harness.arms import parse_arm
 from harness.compare import QUESTION
 from harness.grid import Lengths, parse_lengths
@@ -127,7 +127,12 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         help="start the servers, but measure when this process has ended: another comparison",
     )
     add("--port", type=int, help="first port (default: free ones)")
-    add("--startup-timeout", type=float, default=900.0, help="seconds to healthy (default: 900)")
+    add(
+        "--startup-timeout",
+        type=duration,
+        default=900.0,
+        help="seconds to healthy (default: 900)",
+    )
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:

@@ -40,6 +40,8 @@ def make_report(results: Mapping[str, Any]) -> Report:
         "The native kernels use programmatic dependent launch: replays of one kernel overlap at "
         "their ends. Speed-up is over the fastest baseline, which stands first."
     )
+    if "interrupted" in results:
+        report.paragraph(f"**Interrupted in {results['interrupted']}**: later cases have no row.")
     runs = results.get("runs", [])
     if len(runs) > 1:
         report.paragraph(

@@ -70,15 +70,18 @@ def run(cases: Iterable[Case]) -> dict[str, Any]:
     An interrupt ends the run and keeps what was measured.
 
     Returns:
-        {"environment", "copy_bandwidth", "results": [...], "figures": name -> number}, JSON-ready.
+        {"environment", "copy_bandwidth", "results": [...], "figures": name -> number}, JSON-ready;
+        "interrupted": name of the case in which an interrupt came.
     """
     bandwidth = copy_bandwidth()
-    results = []
+    results: list[dict[str, Any]] = []
+    interrupted: dict[str, str] = {}
     for case in cases:
         try:
             results.append(_measure(case, bandwidth))
         except KeyboardInterrupt:
             print(f"interrupted in {case.name}", file=sys.stderr)
+            interrupted = {"interrupted": case.name}
             break
         except (RuntimeError, ValueError) as error:
             # go on with the other cases
@@ -100,6 +103,7 @@ def run(cases: Iterable[Case]) -> dict[str, Any]:
         "copy_bandwidth": bandwidth,
         "results": results,
         "figures": figures(results),
+        **interrupted,
     }
 
 
@@ -111,7 +115,8 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = {row["name"]: row for report in reports for row in report["results"]}
     runs = [run for report in reports for run in report.get("runs", [_time(report)])]
     results = list(rows.values())
-    return {**reports[-1], "results": results, "figures": figures(results), "runs": runs}
+    last = {name: value for name, value in reports[-1].items() if name != "interrupted"}
+    return {**last, "results": results, "figures": figures(results), "runs": runs}
 
 
 def _time(report: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from oss_fused.kernels.op import get_kernel
 
 HIDDEN = 2880
 TOP_K = 4
+NAMED_EXPERTS = 32
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256, 1024, 8192)
 # above this the layer is bound by arithmetic: FP8 activations are measured as well
 FP8_FROM = 256
@@ -154,7 +155,7 @@ def run(
         "experts": experts,
         "layers": layers,
         "results": results,
-        "figures": figures(results),
+        "figures": figures(results, experts),
     }
 
 
@@ -256,10 +257,14 @@ def _parts(
     return parts, sum(chosen) / len(chosen)
 
 
-def figures(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Named figures: fraction of copy bandwidth of both expert kernels together."""
+def figures(results: Sequence[dict[str, Any]], experts: int) -> dict[str, float]:
+    """Named figures: fraction of copy bandwidth of both expert kernels together.
+
+    Layers of other than gpt-oss-20b's experts have names of their own.
+    """
+    layer = "" if experts == NAMED_EXPERTS else f"e{experts}."
     return {
-        f"moe.b{row['batch']}.bandwidth": round(row["of_copy"]["experts"], 4)
+        f"moe.{layer}b{row['batch']}.bandwidth": round(row["of_copy"]["experts"], 4)
         for row in results
         if row["batch"] in (1, 32, 128) and not row["fp8_activations"] and row["passed"]
     }

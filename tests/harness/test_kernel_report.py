@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """bench_kernels without a GPU: cases, figures, rendering, bad input."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -133,4 +134,30 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch):
     monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(kernels, "_measure", measure)
     cases = [kernels.select([group])[0] for group in ("norm_quant", "rope_kv", "norm_quant")]
-    assert kernels.run(cases)["results"] == ROWS[:1]
+    report = kernels.run(cases)
+    assert report["results"] == ROWS[:1] and report["interrupted"] == cases[1].name
+    assert "interrupted" not in kernels.merged([report])
+
+
+def test_an_interrupted_run_is_no_success(monkeypatch, tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("bench_kernels", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    cases = kernels.select(["norm_quant"])[:3]
+    answers = iter([ROWS[0], KeyboardInterrupt])
+
+    def measure(case, bandwidth):
+        if (answer := next(answers)) is KeyboardInterrupt:
+            raise answer
+        return answer
+
+    monkeypatch.setattr("oss_fused.environment.has_gpu", lambda: True)
+    monkeypatch.setattr(script.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(vllm_kernels, "load", lambda path: None)
+    monkeypatch.setattr(kernels, "select", lambda groups=(), contains="": cases)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernels, "_measure", measure)
+    assert script.main(["--output", str(tmp_path), "--compile-jobs", "1"]) == 130
+    assert "1 of 3 cases, 0 wrong" in capsys.readouterr().err
+    assert f"**Interrupted in {cases[1].name}**" in (tmp_path / "kernels.md").read_text()
+    assert json.loads((tmp_path / "kernels.json").read_text())["results"] == ROWS[:1]

@@ -23,7 +23,10 @@ def row(batch: int, fp8: bool = False, passed: bool = True) -> dict:
 
 def test_figures_are_of_right_results_with_exact_activations():
     results = [row(1), row(32, passed=False), row(128), row(128, fp8=True), row(256)]
-    assert moe_cases.figures(results) == {"moe.b1.bandwidth": 0.5, "moe.b128.bandwidth": 0.5}
+    named = {"moe.b1.bandwidth": 0.5, "moe.b128.bandwidth": 0.5}
+    assert moe_cases.figures(results, 32) == named
+    # those of another model are not merged over these
+    assert moe_cases.figures(results[:1], 128) == {"moe.e128.b1.bandwidth": 0.5}
 
 
 def test_line_names_baselines_and_failures():

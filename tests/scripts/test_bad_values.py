@@ -54,6 +54,14 @@ FILES = {
         ("compare_accuracy_performance.py --hourly 0", "--hourly: 0: expected at least 1"),
         ("demo.py --rounds 0", "--rounds 0: expected at least 1"),
         ("bench_streaming.py nowhere --output x.json", "model nowhere: no such folder"),
+        (
+            "bench_streaming.py {tiny} --lengths 8:4@2 --output x.json",
+            "--lengths: expected IN:OUT; all --requests come at once",
+        ),
+        (
+            "bench_streaming.py {tiny} --startup-timeout nan --output x.json",
+            "--startup-timeout: nan: expected a number above 0",
+        ),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         ("analyze_model.py {tiny} --suite roof.json", "--suite='roof.json': expected a suite"),
         ("analyze_model.py {tiny} --suite rows.json", "--suite='rows.json': expected a suite"),

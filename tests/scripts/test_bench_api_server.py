@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from harness import streaming
+from harness.server import Server
 from harness.stand_in_server import StandIn
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_api_server.py"
@@ -51,6 +55,8 @@ def test_bad_arguments(
     assert main(monkeypatch, "--requests", "2", *output) == 2
     assert "expected one per number of requests" in capsys.readouterr().err
     assert main(monkeypatch, "--output", "/proc/x/o.json") == 2
+    assert main(monkeypatch, "--requests", "2", "--step-ms", "-1", *output) == 2
+    assert "--step-ms: -1.0: expected a number above 0" in capsys.readouterr().err
 
 
 def test_both_servers_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -69,3 +75,20 @@ def test_both_servers_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     written = json.loads(output.read_text())
     assert [row["arm"] for row in written["loads"]] == ["vllm", "oss_fp8"]
     assert asked == [(3, 5)] * 2 and written["loads"][0]["step_ms"] == 4.0
+
+
+def test_a_signal_ends_the_run_and_keeps_the_loads_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(plan: streaming.Plan, server: Server, vocabulary: int) -> dict[str, object]:
+        if server.name != "vllm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        return {"runs": [], "tokens_per_s": {"whole": 2.0, "streamed": 1.0}, "ratio": 0.5}
+
+    monkeypatch.setattr(streaming, "measure", measure)
+    monkeypatch.setattr(Server, "__enter__", lambda self: self)
+    monkeypatch.setattr(Server, "wait_until_healthy", lambda self: 0.0)
+    output = tmp_path / "o.json"
+    assert main(monkeypatch, "--requests", "3", "--step-ms", "4", "--output", str(output)) == 130
+    assert [row["arm"] for row in json.loads(output.read_text())["loads"]] == ["vllm"]
