@@ -20,6 +20,7 @@ from harness.server import Server
 from tests.plugin.conftest import build, calibrate
 
 ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/kubernetes/oss-fused"
 API_KEY = "sk-test-4f1c9d7e"
 
 
@@ -58,6 +59,15 @@ def image(tmp_path_factory) -> Path:
         shutil.copy(ROOT / "scripts" / name, folder / "scripts")
     shutil.copytree(ROOT / "scripts/harness", folder / "scripts/harness")
     return folder
+
+
+@pytest.fixture(scope="module")
+def chart():
+    """The Helm chart, loaded by Helm's own library."""
+    import helm_python
+
+    with helm_python.Chart.load(CHART) as loaded:
+        yield loaded
 
 
 @pytest.fixture

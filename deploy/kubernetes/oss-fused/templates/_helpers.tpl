@@ -4,9 +4,9 @@
 
 {{- define "oss-fused.labels" -}}
 app.kubernetes.io/name: oss-fused
-app.kubernetes.io/instance: {{ .release }}
+app.kubernetes.io/instance: {{ .release | quote }}
 app.kubernetes.io/component: serving-engine
-oss-fused/model: {{ .model }}
+oss-fused/model: {{ .model | quote }}
 {{- end }}
 
 {{- define "oss-fused.podSecurity" -}}
