@@ -51,11 +51,16 @@ class OssFp8KVCacheMethod(CheckedMethod, BaseKVCacheMethod):
 
         Raises:
             CheckpointError: a scale is zero, negative or not finite, or missing although the
-                checkpoint says that it has FP8 KV scales.
+                checkpoint says that it has FP8 KV scales, or has the other one.
         """
         if hasattr(layer, "k_scale") and is_quantized_kv_cache(layer.kv_cache_dtype):
-            for name in ("k_scale", "v_scale"):
-                self._check(name, getattr(layer, name).item())
+            q, k, v = (getattr(layer, f"{name}_scale").item() for name in "qkv")
+            # vLLM would take one for the other, and 1.0 for a bad scale of the query
+            alone = _NOT_LOADED in (k, v) and k != v
+            self._check("k_scale", k, alone)
+            self._check("v_scale", v, alone)
+            if q != _NOT_LOADED:
+                self._check("q_scale", q)
         super().process_weights_after_loading(layer)
 
     def check_session(self, layer: Any, loaded: set[str]) -> None:
@@ -69,13 +74,14 @@ class OssFp8KVCacheMethod(CheckedMethod, BaseKVCacheMethod):
             for name in sorted({"k_scale", "v_scale"} - loaded):
                 self._check(name, _NOT_LOADED)
 
-    def _check(self, name: str, value: float) -> None:
+    def _check(self, name: str, value: float, other_came: bool = False) -> None:
         tensor = self._tensor(name)
         if value == _NOT_LOADED:
-            if self.quant_config.kv_cache_scheme is not None:
+            if other_came or self.quant_config.kv_cache_scheme is not None:
                 raise CheckpointError(
-                    f"{tensor!r} is missing from the checkpoint, whose config.json has a "
-                    f"kv_cache_scheme; expected a finite scale above 0"
+                    f"{tensor!r} is missing from the checkpoint, which has "
+                    f"{'the other scale of this layer' if other_came else 'a kv_cache_scheme'}; "
+                    f"expected a finite scale above 0"
                 )
             return
         if not (0 < value < float("inf")):
