@@ -52,6 +52,8 @@ def main() -> int:
     if stamp.exists() and stamp.read_text() == wanted and not args.force:
         print(f"setup: {venv.name} is up to date ({flavour})", file=sys.stderr)
         return 0
+    # what a killed run leaves is not up to date, whatever was installed before it
+    stamp.unlink(missing_ok=True)
     try:
         install(venv, flavour, lock)
     except StepFailed as error:

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import yaml
 
+from oss_fused.plugin.build_info import labels
 from tests.deploy.conftest import ROOT
 
 MONITORING = ROOT / "deploy/monitoring"
@@ -98,6 +99,24 @@ def test_provisioning_fits_together() -> None:
     for panel in dashboard["panels"]:
         assert panel["datasource"]["uid"] == source["uid"] and panel["targets"]
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_texts_name_labels_that_their_figures_have() -> None:
+    """Grafana and Prometheus show nothing in the place of a label that is not there."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    texts = [(t["expr"], t["legendFormat"]) for panel in panels for t in panel["targets"]]
+    texts += [(rule["expr"], rule["annotations"]["summary"]) for rule in rules("alert")]
+    grouped = 0
+    for expr, text in texts:
+        groups = re.findall(r"\bby \(([^)]*)\)", expr)
+        named = set(re.findall(r"{{\s*(?:\$labels\.)?(\w+)\s*}}", text))
+        if groups:
+            grouped += bool(named)
+            assert named <= set(re.findall(r"\w+", " ".join(groups))), text
+    assert grouped > 5
+    # a bar for each server that differs, and it says in what
+    (versions,) = (text for expr, text in texts if expr.startswith("count by (version"))
+    assert set(re.findall(r"{{(\w+)}}", versions)) == set(labels())
 
 
 @needs_prometheus

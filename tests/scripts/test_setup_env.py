@@ -45,6 +45,27 @@ def test_a_failure_ends_the_others_and_is_told() -> None:
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize("flags", [["--force"], []])
+def test_a_killed_run_leaves_nothing_that_looks_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """The lock of before may come back (git checkout) while the packages are of both."""
+    main, stamp = script["main"], tmp_path / ".oss-fused-setup"
+    wanted = script["fingerprint"]("cpu", ROOT / "deploy/cpu/requirements.lock")
+    stamp.write_text(wanted if flags else "of another lock")
+    argv = ["setup_env.py", "--venv", str(tmp_path), "--flavour", "cpu", *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+
+    def killed(*arguments: object) -> None:
+        assert not stamp.exists(), "SIGKILL runs no handler"
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.__globals__, "install", killed)
+    assert main() == 130 and not stamp.exists()
+    monkeypatch.setitem(main.__globals__, "install", lambda *arguments: None)
+    assert main() == 0 and stamp.read_text() == wanted
+
+
 def test_an_environment_without_pip_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
