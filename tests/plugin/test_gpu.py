@@ -72,10 +72,12 @@ def test_fp8_cache_in_graphs(tmp_path, engine):
     assert_agrees(served.generate(), plain, tolerance=0.3)
 
 
-@pytest.mark.parametrize("family,kv", [("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize("family,kv", [("llama", True), ("qwen2", True), ("qwen3", False)])
 def test_rope_and_cache_in_one_launch(family, kv, tmp_path, engine):
-    plain = build(tmp_path / "bf16", family, head_dim=64)
-    folder = calibrate(build(tmp_path / "fp8", family, head_dim=64), kv=kv)
+    # Qwen2's heads are as wide as their number says
+    sizes = {"num_attention_heads": 2} if family == "qwen2" else {"head_dim": 64}
+    plain = build(tmp_path / "bf16", family, **sizes)
+    folder = calibrate(build(tmp_path / "fp8", family, **sizes), kv=kv)
     # a prompt in pieces; the second time its first blocks come from the prefix cache
     options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
     served = engine(folder, **GRAPHS, **options)

@@ -246,7 +246,9 @@ def test_which_modules_fit(context):
     nn.Module.__init__(rope)
     rope.head_size, rope.use_flashinfer = SIZE, False
     attention.rotary_emb = rope
-    assert rope_attention._fits(attention, torch.bfloat16)
+    # Qwen2 says whether it has norms per head; with and without
+    for attention.qk_norm in (True, False):
+        assert rope_attention._fits(attention, torch.bfloat16)
     assert not rope_attention._fits(attention, torch.float16)
     for owner, name, value in (
         (attention.attn, "kv_sharing_target_layer_name", "model.layers.0"),

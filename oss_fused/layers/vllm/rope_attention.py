@@ -348,6 +348,5 @@ def _fits(attention: Any, dtype: torch.dtype) -> bool:
         and (layer.kv_cache_dtype in ("fp8", "fp8_e4m3") or layer.kv_cache_torch_dtype == dtype)
         # one scale per tensor
         and (layer.query_quant is None or layer.query_quant.group_shape.is_per_tensor())
-        and getattr(attention, "qk_norm", True)
         and not getattr(attention, "do_llama_4_scaling", False)
     )
