@@ -15,16 +15,16 @@ r"""Tune kernels on this machine's GPU, or look after the cache of what was foun
     python scripts/tune.py --differences "NVIDIA H200" "NVIDIA H100"  # of their tuned configs
     python scripts/tune.py --merge other-machine.json
 
-Exit codes: 0 ok, 1 no config works or no GPU, 2 bad input.
+--output and --csv have what was found before a failure, too.
+Exit codes: 0 ok, 1 no config works or no GPU, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from harness import tuning_recovery
-from harness.arguments import Help, output_file, summary_file
+from harness.arguments import Help, duration, output_file, summary_file
 from harness.chapters import chapter
 from harness.summary import merge_summary
 from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
 from oss_fused.errors import OssFusedError, SchemeError
+from oss_fused.files import write_json
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import check_device
 from oss_fused.specs import FP8GEMMInput
@@ -57,6 +58,12 @@ chapter("10-autotuning")  # adds the target "matmul"
 
 # targets that work with the FP8 GEMM's tile tables
 _TABLES = ("tiles", "recovery")
+# options that these measure without
+_OTHERS = ("memory", "energy", "warmup_runs", "benchmark_runs")
+_UNUSED = {
+    **dict.fromkeys(_TABLES, _OTHERS),
+    "simulate": (*_OTHERS, "exhaustive", "workers"),
+}
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -106,7 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="devices of the cache, by name, whose configs to compare",
     )
     parser.add_argument(
-        "--seconds", type=float, help="tiles, recovery: begin no shape after this long"
+        "--seconds", type=duration, help="tiles, recovery: begin no shape after this long"
     )
     parser.add_argument("--from", dest="source", help="for recovery: GPU whose tiles to try here")
     parser.add_argument(
@@ -119,6 +126,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--sizes: expected at least one MxNxK")
     if not (args.target or args.list or args.merge or args.differences):
         parser.error("expected a target, --list, --merge or --differences")
+    for name in _UNUSED.get(args.target, ()):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')}: has no effect on {args.target}")
+    if args.table and args.target != "tiles":
+        parser.error("--table: needs tiles")
+    if args.workers < 0:
+        parser.error(f"--workers {args.workers}: expected at least 0")
     if args.csv and args.target in (None, *_TABLES):
         parser.error("--csv: needs a target other than tiles and recovery")
     if (args.target == "recovery") != bool(args.source):
@@ -135,17 +149,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
-    """Tune one size of the chosen target.
+def check_sizes(target: str, given: Iterable[tuple[int, ...]]) -> None:
+    """Refuse all sizes where one of them is none of the target's, before the first is tuned.
 
     Raises:
         ValueError: another number of sizes than the target has.
     """
+    names = "MxNxK" if target in (*_TABLES, "simulate") else get_target(target).sizes
+    for size in given:
+        if len(size) != len(names.split("x")):
+            raise ValueError(f"--sizes {'x'.join(map(str, size))}: {target} expects {names}")
+
+
+def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
+    """Tune one size of the chosen target."""
     cache = TuningCache(args.cache)
     target = None if args.target == "simulate" else get_target(args.target)
-    names = target.sizes if target else "MxNxK"
-    if len(size) != len(names.split("x")):
-        raise ValueError(f"--sizes {'x'.join(map(str, size))}: {args.target} expects {names}")
     if target is None:
         m, n, k = size
         problem = FP8GEMMInput(m, n, k)
@@ -176,11 +195,10 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
     )
 
 
-def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, Any]]:
+def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> Iterator[dict[str, Any]]:
     """Tune the kernels of the FP8 GEMM for every size; the tile table is written after each."""
     device, tuner = table_tuner(args, cache)
     path = args.table or tiles.table_path(torch.cuda.get_device_name(device))
-    found: dict[str, Any] = {}
     for size in in_time(args.sizes, args.seconds):
         entries = tile_table.tune_table(
             tuner,
@@ -189,8 +207,7 @@ def tune_tiles(args: argparse.Namespace, cache: TuningCache) -> list[dict[str, A
             lambda line: print(line, file=sys.stderr, flush=True),
         )
         tile_table.write_table(path, "fp8_gemm", entries)
-        found |= entries
-    return [{"key": key, "config": entry} for key, entry in found.items()]
+        yield from ({"key": key, "config": entry} for key, entry in entries.items())
 
 
 def in_time(sizes: list[tuple[int, ...]], seconds: float | None) -> Iterator[Any]:
@@ -204,13 +221,7 @@ def in_time(sizes: list[tuple[int, ...]], seconds: float | None) -> Iterator[Any
 
 
 def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:
-    """The device and the tuner of its tile table.
-
-    Raises:
-        ValueError: a size is not MxNxK.
-    """
-    if any(len(size) != 3 for size in args.sizes):
-        raise ValueError(f"--sizes: {args.target} expects MxNxK")
+    """The device and the tuner of its tile table."""
     device = check_device(args.device)
     return device, tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
 
@@ -234,8 +245,7 @@ def shares_of(found: list[Recovery]) -> list[dict[str, Any]]:
 
 def write_output(path: Path, found: list[dict[str, Any]]) -> None:
     """Write what was found, with the environment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": fingerprint(), "results": found}, indent=1) + "\n")
+    write_json(path, {"environment": fingerprint(), "results": found})
 
 
 def measure_recovery(args: argparse.Namespace, cache: TuningCache) -> list[Recovery]:
@@ -271,7 +281,11 @@ def main(argv: list[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     results: list[TuningResult] = []
     recovered: list[Recovery] = []
+    listed: dict[str, CacheEntry] = {}
+    code = 0
     try:
+        if args.target:
+            check_sizes(args.target, args.sizes)
         if args.cache:
             entries_of(cache)  # a file that the user named, and that is no cache, is not renamed
         if args.merge:
@@ -279,7 +293,10 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"--merge {args.merge}: no such file")
             print(f"{cache.merge(args.merge)} entries taken into {cache.path}", file=sys.stderr)
         if args.target == "tiles":
-            found = tune_tiles(args, cache)
+            rows: dict[str, dict[str, Any]] = {}
+            for row in tune_tiles(args, cache):
+                rows[row["key"]] = row  # sizes of one bucket of rows have one key
+                found = list(rows.values())
         if args.target == "recovery":
             recovered = measure_recovery(args, cache)
             found = shares_of(recovered)
@@ -298,27 +315,28 @@ def main(argv: list[str] | None = None) -> int:
         if args.differences:
             print(differences(entries_of(cache).values(), *args.differences).text())
         listed = entries_of(cache) if args.list else {}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OssFusedError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (OssFusedError, ValueError, RuntimeError, KeyboardInterrupt) as error:
+        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        code = 1
+        if isinstance(error, (ValueError, KeyboardInterrupt)):
+            code = 2 if isinstance(error, ValueError) else 130
+        if not found:
+            return code
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         args.csv.write_text(trials_csv(results))
-    if args.list:
+    if args.list and not code:
         print(f"{len(listed)} configs in {cache.path}", file=sys.stderr)
         for name, entry in sorted(listed.items()):
             config = " ".join(f"{key}={value}" for key, value in entry.config.items())
             print(f"{name}: {entry.metrics.get('latency_ms')} ms with {config}", file=sys.stderr)
     if args.output:
         write_output(args.output, found)
-    if args.summary:
+    if args.summary and not code:
         device = torch.cuda.get_device_name(torch.device(args.device))
         shares = tuning_recovery.figures(recovered, args.source, device)
         merge_summary(args.summary, shares, args.output)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Objective:
     A weighted product: halving one quantity is worth the same wherever it stands.
 
     Raises:
-        SchemeError: a negative weight, or none above 0.
+        SchemeError: a weight that is negative or not finite, or none above 0.
     """
 
     latency: float = 1.0
@@ -82,8 +82,9 @@ class Objective:
     def __post_init__(self) -> None:
         """Check the weights."""
         weights = (self.latency, self.memory, self.energy)
-        if min(weights) < 0 or max(weights) == 0:
-            raise SchemeError(f"objective={weights}: expected weights >= 0, one above 0")
+        # a score of NaN would make the cache unreadable
+        if not all(0 <= weight < math.inf for weight in weights) or max(weights) == 0:
+            raise SchemeError(f"objective={weights}: expected weights >= 0 and finite, one above 0")
 
     def __str__(self) -> str:
         """Weights above 0, e.g. ``latency`` or ``latency+0.5memory``."""

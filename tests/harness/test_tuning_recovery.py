@@ -103,8 +103,13 @@ def test_bad_input_of_the_command(tune, tmp_path, capsys):
     assert tune.main(["recovery", "--from", "NVIDIA T4", *cache]) == 2
     assert "--from 'NVIDIA T4': no tile table nvidia_t4.json" in capsys.readouterr().err
     wrong = (["recovery"], ["tiles", "--from", H200], ["tiles", "--summary", "s.json"])
-    for flags in (*wrong, ["matmul", "--seconds", "9"]):
+    wrong += (
+        ["tiles", "--memory", "0.5"],
+        ["simulate", "--exhaustive"],
+        ["tiles", "--workers", "-1"],
+    )
+    for flags in (*wrong, ["matmul", "--seconds", "9"], ["matmul", "--table", "t.json"]):
         with pytest.raises(SystemExit):
             tune.main([*flags, *cache])
     assert tune.main(["recovery", "--from", H200, *cache[:2], "--sizes", "1x64"]) == 2
-    assert "--sizes: recovery expects MxNxK" in capsys.readouterr().err
+    assert "--sizes 1x64: recovery expects MxNxK" in capsys.readouterr().err

@@ -114,6 +114,32 @@ def test_command_simulates_lists_and_merges(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("failure", "code"),
+    [(RuntimeError("lost"), 1), (ValueError("odd"), 2), (KeyboardInterrupt, 130)],
+)
+def test_what_was_found_before_a_failure_is_written(tmp_path, monkeypatch, capsys, failure, code):
+    tuned = tune.tune
+
+    def fails_behind_the_first(args, size):
+        if size[0] == 256:
+            raise failure
+        return tuned(args, size)
+
+    monkeypatch.setattr(tune, "tune", fails_behind_the_first)
+    out, table, cache = (tmp_path / name for name in ("r.json", "t.csv", "c.json"))
+    args = ["simulate", "--device", "low_bw", "--cache", str(cache), "--output", str(out)]
+    sizes = ["--sizes", "512x512x512", "256x256x256"]
+    assert tune.main([*args, *sizes, "--csv", str(table)]) == code
+    (found,) = json.loads(out.read_text())["results"]
+    assert "512x512x512" in found["key"] and "512x512x512" in table.read_text()
+    # a size that fits no target is told before the first is tuned
+    out.unlink()
+    assert tune.main([*args, "--sizes", "512x512x512", "8x8"]) == 2
+    assert "--sizes 8x8: simulate expects MxNxK" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
     ("args", "code", "words"),
     [
         (["simulate", "--device", "h300", "--sizes", "8x8x8"], 2, "h300"),

@@ -266,6 +266,8 @@ def test_bad_problem_size_and_objective(tmp_path):
         tuner_of(tmp_path, Simulated(bowl)).tune(X, problem_size="big", device="cpu")
     with pytest.raises(ValueError, match="expected weights"):
         Objective(latency=0)
+    with pytest.raises(SchemeError, match="finite"):
+        Objective(memory=float("nan"))
     tuner = tuner_of(tmp_path, Simulated(bowl), objective=Objective(energy=1.0))
     with pytest.raises(BackendUnavailableError, match=r"objective\.energy"):
         tuner.tune(X, problem_size=(4,), device="cpu")
