@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     chosen = [m for m in mutants if (not args.area or m.area in args.area)]
     chosen = [m for m in chosen if not args.name or m.name in args.name]
+    chosen = [m for m in chosen if m.gpu or not args.gpu_only]
+    for key in ("area", "name"):
+        unknown = set(getattr(args, key) or ()) - {getattr(m, key) for m in mutants}
+        if unknown:
+            print(f"mutants: --{key}: no such {key}: {', '.join(sorted(unknown))}", file=sys.stderr)
+            return 2
     if not chosen:
         print(f"mutants: --area={args.area} --name={args.name}: no such mutant", file=sys.stderr)
         return 2
     gpu = has_gpu()
-    runnable = [m for m in chosen if (gpu if m.gpu else not args.gpu_only)]
+    runnable = [m for m in chosen if gpu or not m.gpu]
     try:
         results = Results(args.output, read_results(args.output), mutants)
     except ValueError as error:
@@ -266,10 +272,16 @@ def run_all(mutants: Sequence[Mutant], results: Results, jobs: int, timeout: int
                 workers.put(worker)
 
         with ThreadPoolExecutor(jobs) as pool:
-            for i, (mutant, outcome, seconds, tail) in enumerate(pool.map(in_copy, todo), 1):
-                results.add(mutant, outcome, seconds, tail)
-                line = f"[{i}/{len(todo)}] {outcome:8} {seconds:6.1f} s  {mutant.name}"
-                print(line, file=sys.stderr, flush=True)
+            futures = [pool.submit(in_copy, mutant) for mutant in todo]
+            try:
+                # as they end: an interrupted run keeps what is done, whatever still runs
+                for i, future in enumerate(as_completed(futures), 1):
+                    mutant, outcome, seconds, tail = future.result()
+                    results.add(mutant, outcome, seconds, tail)
+                    line = f"[{i}/{len(todo)}] {outcome:8} {seconds:6.1f} s  {mutant.name}"
+                    print(line, file=sys.stderr, flush=True)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _copy(folder: Path) -> Path:

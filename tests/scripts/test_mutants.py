@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,3 +137,50 @@ def test_another_file_is_no_result(tmp_path: Path, capsys, monkeypatch, text: st
     said = capsys.readouterr().err
     assert f"mutants: --output={str(path)!r}: expected a JSON file that this script wrote" in said
     assert path.read_text() == text
+
+
+def test_each_outcome_is_kept_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first mutant may take minutes; a kill must not lose what others have found by then."""
+    names = ("slow", "quick")
+    todo = [
+        mutants.Mutant("a", name, "Makefile", ".PHONY", "x", ("tests/test_specs.py",))
+        for name in names
+    ]
+    results = mutants.Results(tmp_path / "r.json", {}, todo)
+    written = threading.Event()
+    add = results.add
+
+    def note(mutant: mutants.Mutant, *outcome: object) -> None:
+        add(mutant, *outcome)
+        written.set()
+
+    def run_one(mutant: mutants.Mutant, worker: object, green: object) -> tuple[str, float, str]:
+        if mutant.name == "slow":
+            return ("caught" if written.wait(20) else "broken"), 1.0, ""
+        return "caught", 1.0, ""
+
+    monkeypatch.setattr(results, "add", note)
+    monkeypatch.setattr(mutants, "run_one", run_one)
+    monkeypatch.setattr(mutants, "_copy", lambda folder: folder)
+    monkeypatch.setattr(mutants, "Worker", lambda *_: SimpleNamespace(close=lambda: None))
+    mutants.run_all(todo, results, jobs=2, timeout=60)
+    assert {name: results.mutants[name]["outcome"] for name in names} == dict.fromkeys(
+        names, "caught"
+    )
+
+
+def test_unknown_names_are_told_and_gpu_only_leaves_out_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [
+        mutants.Mutant("a", name, "Makefile", ".PHONY", "x", ("tests/test_specs.py",), gpu)
+        for name, gpu in (("here", False), ("there", True))
+    ]
+    monkeypatch.setattr(mutants, "load", lambda _: known)
+    monkeypatch.setattr(mutants, "has_gpu", lambda: False)
+    monkeypatch.setattr(mutants, "run_all", lambda *_: None)
+    output = ["--output", str(tmp_path / "r.json")]
+    assert mutants.main(["--name", "here", "typo", *output]) == 2
+    assert "--name: no such name: typo" in capsys.readouterr().err
+    assert mutants.main(["--gpu-only", *output]) == 0
+    assert "need a GPU, not run: there\n" in capsys.readouterr().out
