@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from oss_fused.layers.vllm import attention
+from oss_fused.layers.vllm import attention, warmup
 from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl, adopt_attention
 
 ROWS, HEADS, KV_HEADS, SIZE, PAGE, PAGES = 3, 4, 2, 16, 16, 9
@@ -163,7 +163,7 @@ def test_warm_up_compiles_both(monkeypatch):
         "decode_attention",
         lambda *arguments: seen.append((len(arguments[0]), *arguments[15:])),
     )
-    monkeypatch.setattr(attention, "_warm", set())
+    monkeypatch.setattr(warmup, "_done", set())
     attention._warm_up(layer.impl, torch.bfloat16)
     # 16 rows of scratch: four sequences of four tokens
     assert seen == [(1,), (1, 4), (2,), (2, 4), (4,), (4, 4), (8,), (16,)]
@@ -175,7 +175,7 @@ def test_warm_up_ends_with_the_largest_batch(monkeypatch):
     monkeypatch.setattr(
         torch.ops.oss_fused, "decode_attention", lambda query, *_: seen.append(len(query))
     )
-    monkeypatch.setattr(attention, "_warm", set())
+    monkeypatch.setattr(warmup, "_done", set())
     attention._warm_up(layer.impl, torch.bfloat16)
     assert seen == [1, 2, 4, 8, 13]
 
@@ -188,7 +188,7 @@ def test_warm_up_ends_with_the_largest_batch_of_drafts(monkeypatch):
         "decode_attention",
         lambda *arguments: seen.append((len(arguments[0]), *arguments[15:])),
     )
-    monkeypatch.setattr(attention, "_warm", set())
+    monkeypatch.setattr(warmup, "_done", set())
     attention._warm_up(layer.impl, torch.bfloat16)
     assert [rows for rows, *drafts in seen if drafts] == [1, 2, 4, 8, 13]
     assert [rows for rows, *drafts in seen if not drafts] == [1, 2, 4, 8, 16, 32, 52]
@@ -284,7 +284,7 @@ def test_warm_up_compiles_a_short_window(monkeypatch):
         "window_attention",
         lambda *arguments: (seen.append(arguments[8]), run(*arguments)),
     )
-    monkeypatch.setattr(attention, "_warm", set())
+    monkeypatch.setattr(warmup, "_done", set())
     for layer in layers:
         attention._warm_up(layer.impl, torch.bfloat16)
     assert seen == [20]

@@ -3,6 +3,7 @@
 
 import functools
 import sys
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -277,6 +278,33 @@ def test_warm_ups_wait_until_all_layers_are_ready(monkeypatch):
     warmup.collect()
     warm_batches("c", 1, lambda tokens: tokens, ran.append)
     assert ran[10:] == [1]
+
+
+def test_a_load_that_failed_leaves_nothing(monkeypatch):
+    """The next model of this process warms up anew; the failed one's layers are not kept."""
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(warmup, "_collected", None)
+    monkeypatch.setitem(sys.modules, "oss_fused.kernels.ahead", None)
+    monkeypatch.setattr(warmup.logger, "warning", lambda *_: None)
+    ran, layer = [], nn.Linear(1, 1)
+    kept = weakref.ref(layer)
+    warmup.collect()
+    warm_batches("a", 1, lambda tokens: 0, lambda tokens, layer=layer: ran.append("failed"))
+    del layer
+    warmup.collect()
+    assert kept() is None
+    warm_batches("a", 1, lambda tokens: 0, lambda tokens: ran.append("served"))
+    assert ran == []
+    warmup.finish()
+    assert ran == ["served"]
+
+
+def test_larger_steps_of_a_second_engine_are_warmed_up(monkeypatch):
+    monkeypatch.setattr(warmup, "_done", set())
+    ran = []
+    for limit in (20, 100, 20):
+        warm_batches("a", limit, lambda tokens: tokens > 30, ran.append)
+    assert ran == [1, 1, 31]
 
 
 def test_without_a_parallel_compiler_kernels_are_compiled_in_turn(monkeypatch):

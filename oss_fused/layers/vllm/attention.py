@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.attention import MOST_WINDOW
 from oss_fused.layers.vllm.sampled_rows import noted_rows, take_rows
-from oss_fused.layers.vllm.warmup import when_ready
+from oss_fused.layers.vllm.warmup import is_new, when_ready
 
 FP8 = torch.float8_e4m3fn
 # tokens of one sequence in a decode batch; steps that verify more drafts run FlashAttention
@@ -249,18 +249,13 @@ def _fits(impl: Any) -> bool:
     )
 
 
-_warm: set[tuple[object, ...]] = set()
-
-
 def _warm_up(impl: OssAttentionImpl, dtype: torch.dtype) -> None:
     heads, kv_heads, size = impl.num_heads, impl.num_kv_heads, impl.head_size
     quantised = is_quantized_kv_cache(impl.kv_cache_dtype)
     shape = heads, kv_heads, size, impl.sliding_window, impl.max_queries, impl.page_size
-    key = (*shape, dtype, quantised, impl.sinks is None)
-    if key in _warm:
-        return
-    _warm.add(key)
-    when_ready(functools.partial(_run_rows, impl, dtype))
+    key = ("attention", *shape, dtype, quantised, impl.sinks is None, impl.max_rows)
+    if is_new(key):
+        when_ready(functools.partial(_run_rows, impl, dtype))
 
 
 def _batches_up_to(most: int) -> set[int]:

@@ -46,8 +46,19 @@ logger = init_logger(f"vllm.{__name__}")
 def collect() -> None:
     """Let warm-ups wait for ``finish``, if they are the first of this process."""
     global _collected
+    if _collected is not None:
+        # a load that failed: none of it ran, and its layers would stay in memory
+        _done.clear()
     if not _done:
         _collected = []
+
+
+def is_new(key: Hashable) -> bool:
+    """Whether ``key`` was not warmed up yet; from now on it counts as warm."""
+    if key in _done:
+        return False
+    _done.add(key)
+    return True
 
 
 def when_ready(run: Callable[[], None]) -> None:
@@ -131,11 +142,8 @@ def warm_linear(
     static = getattr(layer, "input_scale", None)
     by_rows = isinstance(layer, RowParallelLinear)
     kind = (n, k, _bias_of(layer) is None, static is None, weight_only, bf16_rows, by_rows)
-    key = ("linear", *kind, dtype, weight.device)
-    if key in _done:
-        return
-    _done.add(key)
-    when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, bf16_rows))
+    if is_new(("linear", *kind, dtype, weight.device, layer.oss_max_tokens)):
+        when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, bf16_rows))
 
 
 def _bias_of(layer: Any) -> torch.Tensor | None:
@@ -211,15 +219,13 @@ def warm_batches(
         variant: what they are compiled for in a batch of so many tokens.
         run: runs the layer on that many tokens.
     """
-    if key in _done:
-        return
-    _done.add(key)
 
     def run_all() -> None:
         for tokens in first_of_each(limit, variant):
             run(tokens)
 
-    when_ready(run_all)
+    if is_new((key, limit)):
+        when_ready(run_all)
 
 
 def warm_routed(method: Any, layer: Any, dtype: torch.dtype, limit: int) -> None:
