@@ -23,6 +23,7 @@ WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"
 def connect(address: dict[str, Any]) -> http.client.HTTPConnection:
     """A connection to the server of this container."""
     host = WILDCARDS.get(address["host"], address["host"])
+    context = None
     if address["certificate"]:
         # this very container's: its name and signer say nothing here
         context = ssl._create_unverified_context()
@@ -34,9 +35,10 @@ def connect(address: dict[str, Any]) -> http.client.HTTPConnection:
     else:
         connection = http.client.HTTPConnection(host, address["port"], timeout=TIMEOUT_SECONDS)
     if address["uds"]:
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(TIMEOUT_SECONDS)
-        connection.sock.connect(address["uds"])
+        plain = socket.socket(socket.AF_UNIX)
+        plain.settimeout(TIMEOUT_SECONDS)
+        plain.connect(address["uds"])
+        connection.sock = context.wrap_socket(plain) if context else plain
     return connection
 
 
@@ -52,7 +54,7 @@ def main() -> int:
         if answer.status == 200 and json.load(answer)["data"]:
             return 0
         print(f"/v1/models answered {answer.status}", file=sys.stderr)
-    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         print(error, file=sys.stderr)
     return 1
 

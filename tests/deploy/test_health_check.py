@@ -75,14 +75,16 @@ def answering(host: str, tls: list[str], uds: str = ""):
         server.server_close()
 
 
-@pytest.mark.parametrize("way", ["port", "host", "wildcard", "uds", "tls", "variable", "file"])
+@pytest.mark.parametrize(
+    "way", ["port", "host", "wildcard", "uds", "uds-tls", "tls", "variable", "file"]
+)
 def test_health_check_asks_where_and_how_the_server_was_told(
     entrypoint, image, tmp_path, way
 ) -> None:
     check = [sys.executable, str(image / "healthcheck.py")]
     host = {"host": "127.0.0.2", "wildcard": "0.0.0.0"}.get(way, "127.0.0.1")
-    tls = certificate(tmp_path) if way == "tls" else []
-    uds = str(tmp_path / "socket") if way == "uds" else ""
+    tls = certificate(tmp_path) if "tls" in way else []
+    uds = str(tmp_path / "socket") if "uds" in way else ""
     os.environ["PORT"] = "1"
     flags = [*tls, *(["--uds", uds] if uds else [])]
     if way == "variable":

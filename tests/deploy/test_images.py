@@ -89,6 +89,16 @@ def test_compose_lets_streams_end(entrypoint) -> None:
     assert 30 <= seconds <= int(grace) - entrypoint.TEARDOWN_SECONDS
 
 
+def test_docker_run_mounts_what_its_user_can_read() -> None:
+    """The folder of the keys is of mode 700: user 10001 could not enter it."""
+    page = (ROOT / "docs/deploy.md").read_text()
+    (command,) = re.findall(r"docker run (?:.+\\\n)*.+", page.replace("`docker run`", ""))
+    mounts = dict(re.findall(r"-v (\S+?):(\S+)", command))
+    assert mounts["$PWD/secrets/api_key"] == "/run/secrets/api_key:ro"
+    assert "install -d -m 700 secrets" in page and "chmod 644 secrets/*" in page
+    assert not any(place.startswith("/run/secrets:") for place in mounts.values())
+
+
 def test_compose_passes_the_monitors_interval() -> None:
     command = yaml.safe_load(compose("compose.yaml"))["services"]["server"]["command"]
     start = "--additional-config="

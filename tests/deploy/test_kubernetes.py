@@ -297,6 +297,28 @@ def test_token_of_the_hub_comes_from_a_secret(chart) -> None:
     assert container_of(documents)["env"][-1] == {"name": "HF_TOKEN", "valueFrom": secret}
 
 
+def probes(found: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Name and content of every probe below ``found``."""
+    if isinstance(found, list):
+        return [probe for each in found for probe in probes(each)]
+    if not isinstance(found, dict):
+        return []
+    own = [(name, probe) for name, probe in found.items() if name.endswith("Probe")]
+    return own + probes(list(found.values()))
+
+
+def test_probes_wait_for_the_health_check(chart, entrypoint) -> None:
+    """Kubernetes ends a probe after one second where nothing is said."""
+    files = [yaml.safe_load_all(path.read_text()) for path in EXAMPLES]
+    found = probes([*render(chart, {}).values(), *(d for file in files for d in file)])
+    assert len(found) == 6
+    for name, probe in found:
+        assert probe["timeoutSeconds"] > entrypoint.TIMEOUT_SECONDS
+        if name == "readinessProbe":
+            # how long a server that is gone still gets requests
+            assert probe["periodSeconds"] * probe["failureThreshold"] <= 30
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_manifests(path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
