@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness.arguments import Help, output_file
+from harness.arguments import Help, output_file, positive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,22 +33,47 @@ def main() -> int:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--output", type=output_file, required=True, help="JSON file to write")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens that are cached"
+        "--batches", type=positive, nargs="+", default=list(BATCHES), help="sequences"
     )
-    parser.add_argument("--queries", type=int, nargs="+", default=[1], help="tokens per sequence")
+    parser.add_argument(
+        "--contexts",
+        type=positive,
+        nargs="+",
+        default=list(CONTEXTS),
+        help="tokens that are cached",
+    )
+    parser.add_argument(
+        "--queries", type=positive, nargs="+", default=[1], help="tokens per sequence"
+    )
     parser.add_argument("--shapes", nargs="+", help="names to measure (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other launches as well")
     args = parser.parse_args()
 
     import torch
+    from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
 
+    names = [shape.name for shape in SHAPES]
+    unknown = [name for name in args.shapes or () if name not in names]
+    if unknown:
+        parser.error(f"--shapes {' '.join(unknown)}: expected some of {' '.join(names)}")
+    loads = [
+        (shape, context, batch, queries)
+        for shape in SHAPES
+        if shape.name in (args.shapes or names)
+        for context, batch, queries in itertools.product(args.contexts, args.batches, args.queries)
+        # beyond its window a layer sees nothing
+        if batch * context <= MAX_POSITIONS and context <= (8 * shape.window or context)
+    ]
+    if not loads:
+        parser.error(
+            f"--batches, --contexts: expected a product of at most {MAX_POSITIONS}, and contexts "
+            "of at most 8 windows of a shape"
+        )
     if not torch.cuda.is_available():
         print("bench_attention: needs an NVIDIA GPU", file=sys.stderr)
         return 1
 
-    from harness.attention_cases import MAX_POSITIONS, SHAPES, Case, make_pool
     from harness.summary import merge_summary
 
     from oss_fused.bench.timing import copy_bandwidth
@@ -60,16 +85,12 @@ def main() -> int:
     pool = make_pool(torch.device("cuda"), MAX_POSITIONS * largest)
     rows: list[dict[str, Any]] = []
     head = {"kind": "oss_fused.attention", "environment": fingerprint(), "bandwidth": bandwidth}
-    for shape in (shape for shape in SHAPES if shape.name in (args.shapes or [shape.name])):
-        for context in args.contexts:
-            for batch, queries in itertools.product(args.batches, args.queries):
-                # beyond its window a layer sees nothing
-                if batch * context <= MAX_POSITIONS and context <= (8 * shape.window or context):
-                    case = Case(shape, batch, context, pool, queries)
-                    rows.append(measure(case, bandwidth, args.sweep))
-                    print(line(rows[-1]), flush=True)
-                    # a run that is cut keeps what it has
-                    write_json(args.output, head | {"rows": rows, "figures": figures(rows)})
+    for shape, context, batch, queries in loads:
+        case = Case(shape, batch, context, pool, queries)
+        rows.append(measure(case, bandwidth, args.sweep))
+        print(line(rows[-1]), flush=True)
+        # a run that is cut keeps what it has
+        write_json(args.output, head | {"rows": rows, "figures": figures(rows)})
     merge_summary(args.output.parent / "summary.json", figures(rows), args.output)
     return 0
 

@@ -13,7 +13,8 @@ replays while the other waits.
     git worktree add /tmp/before HEAD~1
     python scripts/bench_layers.py --against /tmp/before --output layers.json
 
-Exit codes: 0 measured, 1 no GPU or a process failed, 2 bad arguments.
+The JSON is written after each number of tokens. Exit codes: 0 measured, 1 no GPU or a process
+failed, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +123,15 @@ def _start(root: Path) -> subprocess.Popen[str]:
     )
 
 
-def measure(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
-    """A row for each number of tokens: median, least and greatest of each checkout's turns."""
+def measure(
+    arguments: argparse.Namespace,
+    checkouts: dict[str, Path],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens: median, least and greatest of each checkout's turns.
+
+    ``keep`` is given the rows so far after each.
+    """
     workers = {name: _start(root) for name, root in checkouts.items()}
     rows = []
     try:
@@ -138,6 +147,7 @@ def measure(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[d
             for name, found in times.items():
                 row[name] = {"us": statistics.median(found), "min": min(found), "max": max(found)}
             rows.append(row)
+            keep(rows)
             print(line(row), flush=True)
     finally:
         for worker in workers.values():
@@ -176,15 +186,18 @@ def main() -> int:
     checkouts = {"here": ROOT}
     if arguments.against:
         checkouts["against"] = arguments.against.resolve()
+    settings = {name: getattr(arguments, name) for name in ("model", "context", "layers", "turns")}
+    head = {"kind": "oss_fused.layers", "environment": fingerprint(), "settings": settings}
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if arguments.output:
+            write_json(arguments.output, head | {"rows": rows})
+
     try:
-        rows = measure(arguments, checkouts)
+        measure(arguments, checkouts, keep)
     except RuntimeError as failure:
         print(f"bench_layers: {failure}", file=sys.stderr)
         return 1
-    if arguments.output:
-        settings = {"model": arguments.model, "context": arguments.context}
-        head = {"kind": "oss_fused.layers", "environment": fingerprint(), "settings": settings}
-        write_json(arguments.output, head | {"rows": rows})
     return 0
 
 

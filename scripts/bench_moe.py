@@ -146,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--batches {min(arguments.batches)}: expected >= 1")
     if not has_gpu():
         parser.error("no NVIDIA GPU here: kernel times need one")
+    target = arguments.output / "moe.json"
     report = moe_cases.run(
         arguments.batches,
         arguments.experts,
@@ -153,9 +154,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.compile_jobs,
         (lambda layers: {}) if arguments.no_vllm else vllm_baselines,
         lambda text: print(text, file=sys.stderr, flush=True),
+        lambda report: write_json(target, report),
     )
-    target = arguments.output / "moe.json"
-    write_json(target, report)
     if arguments.summary:
         merge_summary(arguments.summary, report["figures"], target)
     print(json.dumps(report["figures"], indent=2), file=sys.stderr)

@@ -5,7 +5,7 @@ r"""Measure softmax, LayerNorm, attention and convolution on one NVIDIA GPU; eac
 Softmax and LayerNorm: bytes per second as a share of a copy's, against PyTorch. Attention: TFLOPS
 of forward and backward against PyTorch's and, where vLLM has it, FlashAttention 3. --sweep also
 times other tiles of attention. Part "teaching" has the kernels of docs/tutorial. Writes the rows as
-JSON, merges the figures into summary.json beside it, and prints a table last.
+JSON after each part, merges the figures into summary.json beside it, and prints a table last.
 
     python scripts/bench_operators.py --output docs/results/h100/operators.json
 """
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import output_file
+from harness.arguments import output_file, positive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
     )
-    parser.add_argument("--lengths", type=int, nargs="+", help="of attention (default: all)")
+    parser.add_argument("--lengths", type=positive, nargs="+", help="of attention (default: all)")
     parser.add_argument("--sweep", action="store_true", help="time other tiles of attention")
     return parser.parse_args(argv)
 
@@ -59,23 +60,32 @@ def main(argv: list[str] | None = None) -> int:
 
     lengths = args.lengths or list(cases.LENGTHS)
     bandwidth = copy_bandwidth()
-    rows: list[dict[str, Any]] = []
-    if "attention" in args.parts:
-        cases.compile_attention(args.sweep)
-        rows += cases.attention_rows(lengths)
-        if args.sweep:
-            rows += cases.sweep_rows()
-    if "rows" in args.parts:
-        rows += cases.row_operations(bandwidth)
-    if "convolution" in args.parts:
-        rows += convolution_cases.convolution_rows()
-    if "teaching" in args.parts:
-        for name in MEASURED:
-            rows += chapter(name).gpu_rows(bandwidth)
+    head = {"kind": "oss_fused.operators", "environment": fingerprint(), "bandwidth": bandwidth}
     modules = (cases, convolution_cases, chapter("12-epilogue-patterns"))
-    figures = {name: value for part in modules for name, value in part.figures(rows).items()}
-    results = {"kind": "oss_fused.operators", "environment": fingerprint(), "rows": rows}
-    write_json(args.output, results | {"bandwidth": bandwidth, "figures": figures})
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+
+    def attention() -> Iterator[dict[str, Any]]:
+        cases.compile_attention(args.sweep)
+        yield from cases.attention_rows(lengths)
+        if args.sweep:
+            yield from cases.sweep_rows()
+
+    def teaching() -> Iterator[dict[str, Any]]:
+        for name in MEASURED:
+            yield from chapter(name).gpu_rows(bandwidth)
+
+    measure = {
+        "attention": attention,
+        "rows": lambda: cases.row_operations(bandwidth),
+        "convolution": convolution_cases.convolution_rows,
+        "teaching": teaching,
+    }
+    for part in (part for part in measure if part in args.parts):
+        rows += measure[part]()
+        figures = {name: value for each in modules for name, value in each.figures(rows).items()}
+        # a later part that fails, or is cut, loses nothing
+        write_json(args.output, head | {"rows": rows, "figures": figures})
     merge_summary(args.output.parent / "summary.json", figures, args.output)
     print(cases.table(rows))
     for name, value in figures.items():

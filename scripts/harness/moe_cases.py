@@ -120,6 +120,7 @@ def run(
     jobs: int,
     make_baselines: Callable[[Sequence[ExpertWeights]], dict[str, Baseline]],
     report_line: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Check and time every batch.
 
@@ -130,6 +131,7 @@ def run(
         jobs: processes that compile.
         make_baselines: layers -> name -> callables to compare with.
         report_line: takes a line of text per result.
+        keep: takes the report so far, after every result.
 
     Returns:
         The report: "environment", "copy_bandwidth", "experts", "results", "figures".
@@ -144,19 +146,16 @@ def run(
     weights = [random_layer(experts, seed) for seed in range(layers)]
     baselines = make_baselines(weights)
     report_line(f"ready after {time.monotonic() - start:.0f} s")
-    results = []
+    head = {"environment": fingerprint(), "copy_bandwidth": bandwidth}
+    report: dict[str, Any] = {**head, "experts": experts, "layers": layers}
+    results: list[dict[str, Any]] = []
     for tokens, fp8 in variants(batches):
         row = measure(tokens, experts, fp8, weights, baselines, bandwidth)
         results.append(row)
         report_line(line(row))
-    return {
-        "environment": fingerprint(),
-        "copy_bandwidth": bandwidth,
-        "experts": experts,
-        "layers": layers,
-        "results": results,
-        "figures": figures(results, experts),
-    }
+        report |= {"results": results, "figures": figures(results, experts)}
+        keep(report)
+    return report
 
 
 def measure(

@@ -80,6 +80,22 @@ def test_the_figure_is_the_worst_cell_of_single_tokens(script):
     assert script.figures(rows[3:]) == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "typo"], "--shapes typo: expected some of"),
+        (["--batches", "0"], "--batches: 0: expected at least 1"),
+        (["--contexts", "999999999"], "--batches, --contexts: expected a product of at most"),
+    ],
+)
+def test_nothing_to_measure_is_refused(script, tmp_path, monkeypatch, capsys, options, message):
+    output = ["--output", str(tmp_path / "a.json")]
+    monkeypatch.setattr(sys, "argv", ["bench_attention.py", *options, *output])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
 def test_needs_a_gpu(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_attention.py", "--output", str(tmp_path / "a.json")])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import moe_cases
 
 
@@ -37,3 +38,19 @@ def test_line_names_baselines_and_failures():
 
 def test_fp8_is_measured_where_arithmetic_is_the_limit():
     assert moe_cases.variants([1, 256]) == [(1, False), (256, False), (256, True)]
+
+
+def test_results_before_a_failure_are_kept(monkeypatch):
+    def measure(tokens, *_):
+        if tokens == 8:
+            raise RuntimeError("out of memory")
+        return row(tokens)
+
+    monkeypatch.setattr(moe_cases, "measure", measure)
+    monkeypatch.setattr(moe_cases, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(moe_cases, "random_layer", lambda experts, seed: None)
+    kept = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        moe_cases.run([1, 8], 32, 1, 1, lambda layers: {}, lambda text: None, kept.append)
+    assert [r["batch"] for r in kept[-1]["results"]] == [1]
+    assert kept[-1]["figures"] == {"moe.b1.bandwidth": 0.5} and kept[-1]["experts"] == 32

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: MIT
 """What bench_operators makes of its rows."""
 
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
 from harness import convolution_cases
 from harness import operator_cases as cases
 from harness.chapters import MEASURED, chapter
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_operators.py"
 
 
 def row(operation, implementation, **values):
@@ -75,3 +82,25 @@ def test_figures_and_lines_of_convolution():
     assert epilogue.figures([*ROWS, fused | {"error": "wrong"}]) == {}
     assert all(callable(chapter(name).gpu_rows) for name in MEASURED)
     assert "32x64x64x56x3 nhwc" in cases.table(rows)
+
+
+def test_parts_before_a_failure_are_written(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("bench_operators", PATH)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def fails(bandwidth):
+        yield ROWS[0]
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("oss_fused.bench.timing.copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr("oss_fused.environment.fingerprint", dict)
+    monkeypatch.setattr(cases, "compile_attention", lambda sweep: None)
+    monkeypatch.setattr(cases, "attention_rows", lambda lengths: iter(ROWS[4:6]))
+    monkeypatch.setattr(cases, "row_operations", fails)
+    output = tmp_path / "o.json"
+    with pytest.raises(RuntimeError, match="gone"):
+        script.main(["--output", str(output), "--parts", "rows", "attention"])
+    written = json.loads(output.read_text())
+    assert written["rows"] == ROWS[4:6] and written["figures"] == cases.figures(ROWS[4:6])

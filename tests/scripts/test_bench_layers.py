@@ -2,9 +2,11 @@
 """scripts/bench_layers.py without a GPU: its command line, and its processes in turn."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +41,9 @@ def test_checkouts_take_turns(script, tmp_path, monkeypatch, capsys):
         (root / "oss_fused" / "__init__.py").write_text(f"scale = {scale}")
     # as where the package is installed
     monkeypatch.setenv("PYTHONPATH", str(PATH.parents[1]))
-    (row,) = script.measure(arguments, roots)
+    kept = []
+    (row,) = script.measure(arguments, roots, lambda rows: kept.append(list(rows)))
+    assert kept == [[row]]
     # the first turn, which compiles, does not count
     assert row["here"] == {"us": 10.2, "min": 10.1, "max": 10.3}
     assert row["against"]["us"] == 20.2
@@ -75,3 +79,23 @@ def test_a_folder_without_the_package_is_refused(script, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         script.build_parser().parse_args(["--against", str(tmp_path)])
     assert "expected a folder that holds oss_fused" in capsys.readouterr().err
+
+
+def test_rows_before_a_failure_are_written(script, tmp_path, monkeypatch):
+    def ask(worker, tokens):
+        if tokens == 8:
+            raise RuntimeError("gone")
+        return 5.0
+
+    worker = SimpleNamespace(kill=lambda: None, wait=lambda: None)
+    monkeypatch.setattr(script, "_start", lambda root: worker)
+    monkeypatch.setattr(script, "ask", ask)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    output = tmp_path / "o.json"
+    options = ["--tokens", "1", "8", "--turns", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench_layers.py", *options])
+    monkeypatch.setattr("oss_fused.environment.fingerprint", dict)
+    assert script.main() == 1
+    written = json.loads(output.read_text())
+    assert [row["tokens"] for row in written["rows"]] == [1]
+    assert written["settings"]["turns"] == 1 and written["settings"]["layers"] == 4
