@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from harness.arguments import output_file, positive
@@ -25,6 +26,8 @@ from harness.arms import check_model
 
 NEVER = 10**9
 PROMPT = 64
+# positions of a request: a longer answer would end early, and its steps would be counted too many
+LONGEST = 1024
 
 
 def main() -> int:
@@ -52,8 +55,12 @@ def main() -> int:
         check_model(args.model)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if args.tokens > LONGEST - PROMPT:
+        parser.error(f"--tokens {args.tokens}: expected at most {LONGEST - PROMPT}")
+    if args.every > args.tokens:
+        parser.error(f"--every {args.every}: expected at most --tokens, {args.tokens}")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engine = start(args.model, max(args.batches))
+    engine = start(args.model, args.batches)
     from oss_fused.environment import fingerprint
     from oss_fused.files import write_json
     from oss_fused.plugin.monitor.watch import current
@@ -78,18 +85,18 @@ def main() -> int:
     return 0
 
 
-def start(model: str, batch: int) -> Any:
-    """The engine."""
+def start(model: str, batches: Sequence[int]) -> Any:
+    """The engine, with a CUDA graph for each batch."""
     import torch
     from vllm import LLM
 
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, batch]}}
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *batches})}}
     options = graphs if torch.cuda.is_available() else {"enforce_eager": True}
     return LLM(
         model=model,
         quantization="oss_fp8",
-        max_model_len=1024,
-        max_num_seqs=batch,
+        max_model_len=LONGEST,
+        max_num_seqs=max(batches),
         gpu_memory_utilization=0.5,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -134,6 +141,8 @@ def measure(engine: Any, monitor: Any, batch: int, args: argparse.Namespace) -> 
         seconds[monitor.every].append(spent)
         time.sleep(0.2)
     samples = (monitor.statistics.samples - before) / args.rounds
+    if not samples:
+        raise SystemExit("bench_monitor: no step was a sample; expected a smaller --every")
     plain = statistics.median(seconds[NEVER])
     extra = (statistics.median(seconds[args.every]) - plain) / samples
     step = plain / args.tokens

@@ -62,6 +62,11 @@ FILES = {
             "bench_streaming.py {tiny} --startup-timeout nan --output x.json",
             "--startup-timeout: nan: expected a number above 0",
         ),
+        ("bench_monitor.py {tiny} --tokens 961 --output x", "--tokens 961: expected at most 960"),
+        (
+            "bench_monitor.py {tiny} --tokens 20 --output x",
+            "--every 50: expected at most --tokens, 20",
+        ),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         ("analyze_model.py {tiny} --suite roof.json", "--suite='roof.json': expected a suite"),
         ("analyze_model.py {tiny} --suite rows.json", "--suite='rows.json': expected a suite"),
