@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from oss_fused.bench.statistics import MIN_SAMPLES, collect
 from oss_fused.bench.suite import BenchmarkRow, BenchmarkSuite
 from oss_fused.bench.timing import host_overhead_us, time_calls, warm_up
 from oss_fused.environment import fingerprint
+from oss_fused.files import write_json
 from oss_fused.functional import fused_rmsnorm_rope
 from oss_fused.kernels.op import backend_for, get_kernel
 from oss_fused.specs import RMSNormRoPEInput
@@ -145,7 +145,7 @@ def host_overhead(device: torch.device) -> dict[str, float]:
 
 def write_figures(folder: Path, figures: Mapping[str, float], detail: Mapping[str, Any]) -> None:
     """Write ``library.json`` with everything, and merge the figures into ``summary.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    document = {"environment": fingerprint(), "figures": figures, **detail}
-    (folder / "library.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_json(
+        folder / "library.json", {"environment": fingerprint(), "figures": figures, **detail}
+    )
     merge_summary(folder / "summary.json", figures, folder / "library.json")

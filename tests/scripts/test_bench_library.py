@@ -11,6 +11,8 @@ import pytest
 import torch
 from harness.chapters import chapter
 
+from oss_fused.bench.suite import BenchmarkRow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_library.py"
 spec = importlib.util.spec_from_file_location("bench_library", SCRIPT)
 bench_library = importlib.util.module_from_spec(spec)
@@ -50,6 +52,30 @@ def test_a_wrong_kernel_is_an_error_and_keeps_what_was_measured(tmp_path, device
     args = ["--device", device.type, "--rehearse", "--output", str(tmp_path)]
     assert bench_library.main([*args, "--parts", "norm", "matmul"]) == 1
     assert list(json.loads((tmp_path / "summary.json").read_text())) == ["library.x"]
+
+
+def test_a_wrong_row_of_the_suite_is_an_error(tmp_path, device, monkeypatch, capsys):
+    rows = {
+        "oss_fused": ("wrong", "off by one"),
+        "tilelang": ("failed", "no such package"),
+        "pytorch": ("ok", ""),
+    }
+
+    def backends(run):
+        for name, (status, message) in rows.items():
+            row = BenchmarkRow("gated_mlp", "1x2", name, status, message)
+            run.suite.rows.append(row)
+
+    monkeypatch.setattr(bench_library.Run, "backends", backends)
+    monkeypatch.setattr(bench_library.Run, "save", lambda run: None)
+    args = ["--device", device.type, "--rehearse", "--output", str(tmp_path), "--parts", "backends"]
+    for status in ("wrong", "failed"):
+        rows["oss_fused"] = (status, "off by one")
+        assert bench_library.main(args) == 1
+        told = f"error: gated_mlp/1x2/oss_fused: {status}: off by one\n"
+        assert capsys.readouterr().err == told
+    rows["oss_fused"] = ("ok", "")
+    assert bench_library.main(args) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
