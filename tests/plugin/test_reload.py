@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import weakref
 from typing import ClassVar
@@ -268,9 +269,14 @@ def test_a_load_that_never_ends_keeps_no_model():
     from oss_fused.layers.vllm import reload
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    # as _record leaves a model
+    model.load_weights = functools.partial(reload._load_weights, model)
     alive = weakref.ref(model)
-    reload._sessions[model] = reload.Session(model)
-    assert reload._sessions[model].model is model
+    reload._sessions[model] = session = reload.Session(model)
+    assert session.model is model
+    session.roll_back(RuntimeError("refused"))
+    assert model.load_weights.args == (model,)
+    del session
     del model
     gc.collect()
     assert alive() is None and not reload._sessions

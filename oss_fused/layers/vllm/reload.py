@@ -199,12 +199,15 @@ class _State:
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = dict(vars(module))
+        # ours of the model, which holds the model; no load changes it
+        self.attributes.pop("load_weights", None)
         self.holders = {name: self.attributes[name].copy() for name in _HOLDERS}
         method = method_of(module)
         self.method = dict(vars(method)) if isinstance(method, CheckedMethod) else None
 
     def restore(self, module: nn.Module) -> None:
-        _replace(vars(module), self.attributes)
+        own = {name: value for name, value in vars(module).items() if name == "load_weights"}
+        _replace(vars(module), self.attributes | own)
         for name, held in self.holders.items():
             # the same object: other modules may hold a reference
             holder = getattr(module, name)
