@@ -29,10 +29,15 @@ def writable(path: Path) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON to a temporary file, then rename it to ``path``."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file, then rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        scratch.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
+        scratch.write_text(text)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

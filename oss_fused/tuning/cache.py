@@ -228,12 +228,17 @@ class TuningCache:
             "entries": {name: asdict(entries[name]) for name in sorted(entries)},
         }
         handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(document, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(document, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            # a full disk leaves no half-written file beside the cache
+            os.unlink(temporary)
+            raise
 
 
 def _fields(entry: CacheEntry) -> dict[str, Any]:

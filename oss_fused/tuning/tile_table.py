@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from oss_fused.bench.statistics import MIN_SAMPLES
 from oss_fused.bench.timing import time_replays
 from oss_fused.errors import TritonKernelError
+from oss_fused.files import write_text
 from oss_fused.kernels import tiles
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
@@ -147,10 +149,10 @@ class TableTuner:
             TritonKernelError: the rule's own choice does not run.
         """
         best = self._search(bucket, n, k, launch)
+        # the search's time may be of another day, from the cache: clocks differ by more than a gain
+        now = self._time(launch, best[1]) if best else math.inf
         usual = self._time(launch, self._rule(bucket, n, k))
-        if best is None or best[0] > usual * (1 - MIN_GAIN):
-            return None
-        return best[1]
+        return best[1] if best and now <= usual * (1 - MIN_GAIN) else None
 
     def recovery(
         self, bucket: int, n: int, k: int, launch: Launch, table: Mapping[str, Entry]
@@ -299,7 +301,7 @@ def write_table(path: Path, operation: str, entries: Mapping[str, Entry | None])
     for name in sorted(table):
         lines = [f"    {json.dumps(key)}: {json.dumps(tile)}" for key, tile in table[name].items()]
         blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
-    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    write_text(path, "{\n" + ",\n".join(blocks) + "\n}\n")
 
 
 def _order(key: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ FP8 on prose, 100, 300 and 1000 tokens give 83, 91 and 97 % of what 3000 tokens 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,14 +23,17 @@ from typing import Any
 
 import numpy as np
 
+import oss_fused
 from harness import processes
 from harness.arms import CPU_ENVIRONMENT, Arm
 from harness.needle import ANSWER_TOKENS, retrieval
-from oss_fused.environment import version
+from oss_fused.environment import gpus, version
 from oss_fused.errors import ServerError
 
 WORKER = (sys.executable, "-m", "harness.vllm_logprobs")
 TASK_WORKER = (sys.executable, "-m", "harness.vllm_tasks")
+# variables that decide how a model is computed
+_VARIABLES = ("OSS_FUSED_", "VLLM_")
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,15 @@ class Scorer:
         return task | {"model": arm.model, "flags": [*defaults, *self.flags, *arm.flags]}
 
     def _key(self, arm: Arm, job: Mapping[str, Any]) -> str:
-        """Changes with the checkpoint's files, the texts, the settings and the versions."""
+        """Changes with the checkpoint's files, the texts, the settings and what computes."""
         folder = Path(arm.model)
         files = sorted(folder.iterdir()) if folder.is_dir() else []
         parts = [json.dumps(job, sort_keys=True), str(arm.environment), str(folder.resolve())]
         parts += [f"{file.name} {(s := file.stat()).st_size} {s.st_mtime_ns}" for file in files]
         parts += [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.task.texts]
-        parts += [str(version("vllm")), str(version("oss-fused"))]
+        parts += [str(version("vllm")), str(version("oss-fused")), _sources(), str(self.gpu)]
+        parts += [f"{gpu['name']} {gpu['driver_version']}" for gpu in gpus()]
+        parts += [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
     def _run(self, worker: Sequence[str], arm: Arm, job: Mapping[str, Any], scratch: Path) -> None:
@@ -152,6 +158,16 @@ class Scorer:
                 f"model {arm.name} ({arm.model}): scoring ended with status {status}\n"
                 + "\n".join(f"    {line[:300]}" for line in lines)
             )
+
+
+@functools.cache
+def _sources() -> str:
+    """Digest of this package's modules: a kernel that was changed scores anew."""
+    digest = hashlib.sha256()
+    root = Path(oss_fused.__file__).parent
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cu")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def compare_logprobs(

@@ -166,7 +166,8 @@ def _load(
                 said = time.monotonic()
                 total, memory = sum(tally.sent.values()), tally.memory[-1]["total"]
                 say(f"{total} requests, {len(tally.errors)} errors, {memory:.0f} MiB")
-            threads[0].join(_SAMPLE_SECONDS)
+            # of one that runs: an ended one would not be waited for
+            next((t for t in threads if t.is_alive()), threads[0]).join(_SAMPLE_SECONDS)
     except (KeyboardInterrupt, Terminated) as error:
         return type(error).__name__
     finally:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness import evaluate as harness_evaluate
 from harness import vllm_logprobs
 from harness.arms import Arm
 from harness.evaluate import Scorer, Task, evaluate, kl_divergence, perplexity
@@ -165,10 +166,26 @@ def test_other_tokenizer_is_refused(scorer: Scorer) -> None:
         evaluate(scorer, [Arm("a", "good"), Arm("b", "foreign")])
 
 
-def test_cache_is_used_until_text_or_settings_change(scorer: Scorer, tmp_path: Path) -> None:
+def test_cache_is_used_until_text_or_settings_change(
+    scorer: Scorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scorer.cache = tmp_path / "cache"
     evaluate(scorer, [Arm("a", "good")])
     scorer.worker = ("false",)
+    evaluate(scorer, [Arm("a", "good")])
+    # nor is what another device, another kernel or another setting computed this run's
+    changes = (
+        lambda patch: patch.setenv("OSS_FUSED_BACKEND", "torch"),
+        lambda patch: patch.setattr(harness_evaluate, "_sources", lambda: "changed"),
+        lambda patch: patch.setattr(scorer, "gpu", not scorer.gpu),
+        lambda patch: patch.setattr(
+            harness_evaluate, "gpus", lambda: [{"name": "H9", "driver_version": "1"}]
+        ),
+    )
+    for change in changes:
+        with monkeypatch.context() as patch, pytest.raises(ServerError):
+            change(patch)
+            evaluate(scorer, [Arm("a", "good")])
     evaluate(scorer, [Arm("a", "good")])
     (tmp_path / "a.txt").write_text("other")
     with pytest.raises(ServerError):

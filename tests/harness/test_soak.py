@@ -7,8 +7,10 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -62,6 +64,21 @@ def test_signal_ends_the_load_and_keeps_what_was_measured(tmp_path, monkeypatch,
     sample = result["memory_mib"][-1]
     assert any(name.startswith("python") and size > 1 for name, size in sample.items())
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_memory_is_sampled_in_time_when_the_first_client_has_ended(monkeypatch) -> None:
+    monkeypatch.setattr(soak, "_SAMPLE_SECONDS", 0.25)
+    monkeypatch.setattr(soak, "_sample", lambda *_: {"total": 1.0, "seconds": 0.0})
+
+    def client(plan, target, tally, deadline, number, say) -> None:
+        time.sleep(number)
+
+    monkeypatch.setattr(soak, "_client", client)
+    tally = soak._Tally()
+    server = SimpleNamespace(check=lambda doing: None)
+    plan = soak.SoakTest("m", minutes=1, concurrency=2)
+    assert soak._load(plan, server, None, tally, print, lambda report: None) is None
+    assert 3 <= len(tally.memory) <= 6
 
 
 def test_memory_of_mapped_files_is_left_out() -> None:

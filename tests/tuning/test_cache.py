@@ -141,3 +141,19 @@ def test_a_file_of_an_earlier_format_counts_as_empty(tmp_path, recwarn):
     cache.put(entry())
     assert [*json.loads(path.read_text())["entries"]] == [str(KEY)]
     assert [file.name for file in tmp_path.glob("*corrupt*")] == []
+
+
+def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
+    cache = TuningCache(tmp_path / "c.json")
+    cache.put(entry())
+    before = cache.path.read_bytes()
+
+    def full(document, file, **options):
+        file.write("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="No space"):
+        cache.put(entry(score=2.0))
+    assert cache.path.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "c.json.lock"]
