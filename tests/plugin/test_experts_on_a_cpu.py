@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from oss_fused.errors import CheckpointError
 from oss_fused.kernels.op import get_kernel
 from oss_fused.layers.vllm.experts import choice
+from oss_fused.quant.mxfp4 import unpack_mxfp4
 from tests.plugin.test_experts_parallel import (
     EXPERTS,
     HIDDEN,
@@ -47,6 +48,18 @@ def loaded(layout: str) -> tuple[Layer, list[torch.Tensor]]:
         arguments += [*pair, getattr(layer, f"{name}_bias").data]
     layer.quant_method.process_weights_after_loading(layer)
     return layer, arguments
+
+
+@pytest.mark.parametrize("exponent", [-40, 20])
+def test_mxfp4_weights_are_exact_in_a_model_of_float16(exponent):
+    layer = as_stored("mxfp4")
+    layer.quant_method.moe.in_dtype = torch.float16
+    for name in ("w13", "w2"):
+        getattr(layer, f"{name}_weight_scale").data.fill_(127 + exponent)
+    blocks = layer.w2_weight.data.unflatten(-1, (-1, 16)).clone()
+    expected = unpack_mxfp4(blocks, layer.w2_weight_scale.data, torch.float32)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer.w2_weight.float(), expected)
 
 
 # 3: most gates and ups are beyond the clamps; 600 tokens: FP8 activations of MXFP4 experts

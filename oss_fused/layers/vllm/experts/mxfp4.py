@@ -105,7 +105,8 @@ class OssMxfp4MoEMethod(CheckedExperts, FusedMoEMethodBase):
             weight, scale = f"{name}_weight", f"{name}_weight_scale"
             if self.on_cpu:
                 blocks = getattr(layer, weight).data.unflatten(-1, (-1, MXFP4_BLOCK // 2))
-                dense = unpack_mxfp4(blocks, getattr(layer, scale).data, self.moe.in_dtype)
+                # in bf16 whatever the model's dtype: float16 does not hold every value
+                dense = unpack_mxfp4(blocks, getattr(layer, scale).data)
                 replace_parameter(layer, weight, dense)
                 delattr(layer, scale)
                 continue
