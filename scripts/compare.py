@@ -103,8 +103,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
         for arm in args.arm:
             check_model(arm.model)
+            if args.streamed and arm.name not in args.baseline:
+                streaming.vocabulary_of(arm.model)  # which needs the checkpoint's config.json
         args.grid = make_grid(args.lengths, args.concurrency, args.num_prompts)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     # a link stands for its target
     args.output = Path(os.path.realpath(args.output))

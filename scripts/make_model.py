@@ -13,7 +13,7 @@ to the disk: a 20b of 13 GiB never needs more than a few layers of memory.
 
 --draft writes a draft head for the model (EAGLE-3, P-EAGLE, DFlash) instead of the model.
 
-Exit codes: 0 made, 1 writing failed (nothing is left), 2 bad arguments.
+Exit codes: 0 made, 1 writing failed or 130 stopped by a signal (nothing is left), 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from dataclasses import replace
 
 from harness.arguments import place, positive, seed
+from harness.processes import Terminated, signals_as_exceptions
 
 from oss_fused.errors import CheckpointError, OssFusedError
 
@@ -41,10 +42,14 @@ def main() -> int:
         shape = model_factory.get_shape(args.arch, args.size)
         if args.layers:
             shape = replace(shape, layers=args.layers)
-        if args.draft:
-            size = draft_factory.make_draft(args.output, shape, args.draft, args.seed, device)
-        else:
-            size = model_factory.make_model(args.output, shape, args.format, args.seed, device)
+        with signals_as_exceptions():
+            if args.draft:
+                size = draft_factory.make_draft(args.output, shape, args.draft, args.seed, device)
+            else:
+                size = model_factory.make_model(args.output, shape, args.format, args.seed, device)
+    except (KeyboardInterrupt, Terminated) as error:
+        print(f"make_model: stopped by {type(error).__name__}", file=sys.stderr)
+        return 130
     except OssFusedError as error:
         print(f"make_model: {error}", file=sys.stderr)
         failed = isinstance(error, CheckpointError) and not args.output.exists()
@@ -73,7 +78,10 @@ def parse_args(
     parser.add_argument("--seed", type=seed, default=0, help="default: 0")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--output", type=place, required=True, help="folder to create")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.draft and args.format != "bf16":
+        parser.error(f"--format {args.format}: has no effect on --draft, whose head has no experts")
+    return args
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,8 @@ from oss_fused.errors import ServerError
 WORKER = (sys.executable, "-m", "harness.decode_worker")
 # "stopped" of a measurement that its deadline ended, and no failure
 TIME_IS_UP = "time is up"
+# of a sequence in a step that verifies drafts
+_MOST_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class DecodeBenchmark:
 
     def flags_of(self, arm: Arm) -> list[str]:
         """All engine flags of an arm: what fits the cells, the common ones, its own."""
-        cells = [*self.cells, *self.profiles, *self.hosts]
+        # steps with drafts yield several tokens, and a sequence that ended would not count
+        hosts = [replace(cell, steps=_MOST_TOKENS * cell.steps) for cell in self.hosts]
+        cells = [*self.cells, *self.profiles, *hosts]
         # the first sequences of a large batch decode while the last ones are prefilled
         longest = max(_positions(cell) for cell in cells)
         decoding = sorted({cell.batch for cell in cells if cell.steps} | {1})

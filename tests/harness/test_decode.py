@@ -191,6 +191,9 @@ def test_flags_fit_the_cells(tmp_path):
     gpu = plan(tmp_path, gpu=True).flags_of(arm)
     at = gpu.index("--cudagraph-capture-sizes")
     assert gpu[at + 1 : at + 4] == ["1", "4", "--gpu-memory-utilization"]
+    # steps whose host time is taken may verify 7 drafts each, and no sequence may end before
+    hosts = plan(tmp_path, hosts=[decode.Cell(4, 16, 48)]).flags_of(arm)
+    assert hosts[hosts.index("--max-model-len") + 1] == str(16 + 8 * 48 + 4 + 64)
 
 
 # two layers of gpt-oss as vLLM runs it; a product with split K; the next step's first product

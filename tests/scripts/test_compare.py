@@ -147,6 +147,10 @@ def test_answers_of_one_token_have_no_time_per_token(
             "--summary-alias new: expected NEW=NAME",
         ),
         (["--arm", "a=x/y", "--output", "o", "--kernel-ms", "k"], "need --summary"),
+        (
+            ["--arm", "a=x/y", "--arm", "b=x/y", "--output", "o", "--streamed", "9"],
+            "No such file or directory: 'x/y/config.json'",
+        ),
     ],
 )
 def test_bad_arguments(

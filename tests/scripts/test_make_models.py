@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from harness import smollm2
+from harness.folder import atomic_folder
 from harness.model_factory import get_shape, make_model
 
 from oss_fused.errors import CheckpointError
@@ -38,6 +42,21 @@ def test_make_model(
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_signal_leaves_no_half_made_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(output: Path, *_: object) -> int:
+        with atomic_folder(output) as folder:
+            (folder / "model.safetensors").write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        return 0
+
+    monkeypatch.setattr("harness.model_factory.make_model", half)
+    assert run(monkeypatch, "make_model.py", "--output", str(tmp_path / "m")) == 130
+    assert not list(tmp_path.iterdir())
+
+
 def test_make_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "draft"
     assert run(monkeypatch, "make_model.py", "--draft", "speculators", "--output", str(output)) == 0
@@ -51,6 +70,7 @@ def test_make_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--arch", "llama", "--size", "8b", "--format", "mxfp4"], "has no experts"),
         (["--arch", "bert"], "invalid choice"),
         (["--layers", "0"], "expected at least 1"),
+        (["--draft", "peagle", "--format", "mxfp4"], "has no effect on --draft"),
         (["--size", "tiny", "--device", "nonsense"], "nonsense"),
     ],
 )
