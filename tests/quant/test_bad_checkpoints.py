@@ -47,6 +47,24 @@ def test_a_scale_left_over_beside_a_bf16_weight_is_refused(
         checked(source, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.ones(3), r"has shape \[3\]; expected \[1\]"),
+        (torch.ones(1).bfloat16(), "is torch.bfloat16; expected torch.float32"),
+        (torch.zeros(1), "holds 0.0; expected finite scales above 0"),
+    ],
+)
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_scale_of_the_cache_is_one_number(
+    models: Models, tmp_path: Path, name: str, scale: torch.Tensor, said: str
+) -> None:
+    full = f"model.layers.0.self_attn.{name}"
+    source = with_tensors(models, tmp_path, "llama", **{full: scale})
+    with pytest.raises(CheckpointError, match=f"'{full}' {said}"):
+        audit(source)
+
+
 def test_no_name_is_written_twice(tmp_path: Path) -> None:
     spec = TensorSpec("w", torch.float32, (2,))
     with pytest.raises(CheckpointError, match="'w': would be written twice"):

@@ -358,7 +358,7 @@ def _check_scale_layout(reader: CheckpointReader) -> None:
                     f"missing"
                 )
             _expect_dtype(reader, codes, torch.float8_e4m3fn, reason=f": {name!r} is its scale")
-        elif name.endswith((".input_scale", ".k_scale", ".v_scale")):
+        elif name.endswith((".input_scale", ".q_scale", ".k_scale", ".v_scale")):
             _expect(reader, name, ((1,), ()))
         elif reader.is_fp8(name):
             scale = f"{name}_scale"
