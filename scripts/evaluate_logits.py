@@ -13,7 +13,8 @@ run side by side on one device.
       --output docs/results/h200/decode_gpt_oss_20b/logits.json
 
 Weights may be random (scripts/make_model.py): KL then compares set-ups of one model, and says
-nothing about text. Exit codes: 0 measured, 1 an engine failed, 2 bad arguments.
+nothing about text. Exit codes: 0 measured, 1 an engine failed, 2 bad arguments, 130 stopped by a
+signal.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def main() -> int:
     except ServerError as error:
         print(f"evaluate_logits: {error}", file=sys.stderr)
         return 1
+    except (KeyboardInterrupt, processes.Terminated) as error:
+        print(f"evaluate_logits: stopped by {type(error).__name__}", file=sys.stderr)
+        return 130
     settings = {name: getattr(args, name) for name in ("model", "sequences", "length", "seed")}
     settings["arms"] = {arm.name: [*map("=".join, arm.environment), *arm.flags] for arm in arms}
     results = {"kind": "oss_fused.logits", "environment": environment, "settings": settings}
@@ -115,7 +119,9 @@ def with_model(text: str, model: str) -> str:
     """``NAME=[VAR=VALUE ...] [flags]`` with the model in its place, before the flags."""
     name, _, rest = text.partition("=")
     words = shlex.split(rest)
-    at = next((i for i, word in enumerate(words) if "=" not in word), len(words))
+    # a flag may hold a "=", too
+    flags = (i for i, word in enumerate(words) if word.startswith("-") or "=" not in word)
+    at = next(flags, len(words))
     return f"{name}={shlex.join([*words[:at], model, *words[at:]])}"
 
 

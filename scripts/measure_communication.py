@@ -42,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.ranks) < 2:
         parser.error(f"--ranks {min(args.ranks)}: expected at least 2, as one sends nothing")
+    for ranks in args.ranks:
+        uneven = [size for size in args.sizes if size % (4 * ranks)]
+        if uneven:
+            parser.error(f"--bytes {uneven[0]}: expected a multiple of {4 * ranks}, {ranks} ranks'")
     try:
         rows = [r for ranks in args.ranks for r in collective_bytes.measure(ranks, args.sizes)]
     except (RuntimeError, OSError) as error:

@@ -104,7 +104,7 @@ def measure(ranks: int, sizes: Sequence[int], timeout: float = 120.0) -> list[di
         timeout: seconds for all.
 
     Raises:
-        RuntimeError: a process failed; with its last words.
+        RuntimeError: a process failed, with its last words, or did not end in time.
     """
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join((str(root), str(root / "scripts")))
@@ -127,7 +127,10 @@ def measure(ranks: int, sizes: Sequence[int], timeout: float = 120.0) -> list[di
         rows: list[dict[str, Any]] = []
         try:
             for process in running:
-                out, err = process.communicate(timeout=timeout)
+                try:
+                    out, err = process.communicate(timeout=timeout)
+                except subprocess.TimeoutExpired:
+                    raise RuntimeError(f"a rank of {ranks}: no end in {timeout:g} s") from None
                 if process.returncode:
                     raise RuntimeError(f"rank of {ranks} failed: {err[-2000:]}")
                 rows += json.loads(out.splitlines()[-1])

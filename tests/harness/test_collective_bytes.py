@@ -35,3 +35,8 @@ def test_collectives_between_two_processes_send_what_the_formula_says():
 def test_a_rank_that_fails_says_why():
     with pytest.raises(RuntimeError, match="invalid literal"):
         measure(1, ["many"], timeout=100)
+
+
+def test_a_rank_that_does_not_end_is_told():
+    with pytest.raises(RuntimeError, match=r"a rank of 1: no end in 0\.01 s"):
+        measure(1, [2**20], timeout=0.01)

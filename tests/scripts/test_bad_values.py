@@ -44,6 +44,10 @@ FILES = {
         ("doctor.py --smoke", "--smoke: loads a model; expected MODEL"),
         ("doctor.py --self-check", "--self-check: loads a model; expected MODEL"),
         ("measure_communication.py --ranks 1 --output x.json", "--ranks 1: expected at least 2"),
+        (
+            "measure_communication.py --ranks 2 4 --bytes 24 --output x.json",
+            "--bytes 24: expected a multiple of 16, 4 ranks'",
+        ),
         ("vllm_hooks.py --against list.json", "--against='list.json': expected a file of --output"),
         ("bench_kernels.py --from-json list.json --output o", "--from-json list.json: expected"),
         ("analyze_model.py {tiny} --suite empty.json", "--suite='empty.json': expected a suite"),
