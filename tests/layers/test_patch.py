@@ -109,6 +109,30 @@ def test_padded_batch_with_positions_of_its_own():
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_patch_goes_on_from_the_first(kind):
+    model = make(kind)
+    before = logits(model)
+    first = patch_model(model, EXACT)
+    patched = logits(model)
+    second = patch_model(model)
+    assert second.count("FP8Linear") and not second.count("FusedRMSNorm")
+    assert not torch.equal(logits(model), patched)
+    second.undo()
+    assert torch.equal(logits(model), patched)
+    first.undo()
+    assert torch.equal(logits(model), before)
+
+
+def test_undo_brings_back_a_forward_that_was_hooked():
+    """As accelerate leaves a module that lies on several devices."""
+    model = make("Qwen3")
+    attention = model.model.layers[0].self_attn
+    attention.forward = hooked = attention.forward
+    patch_model(model, EXACT).undo()
+    assert vars(attention)["forward"] == hooked
+
+
 def test_policy_leaves_alone_what_it_names():
     model = make("Llama")
     policy = PatchPolicy(norms=False, ignore=("lm_head", "re:.*layers\\.0\\..*", "down_proj"))

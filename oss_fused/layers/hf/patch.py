@@ -135,14 +135,26 @@ def patch_model(hf_model: nn.Module, policy: PatchPolicy | None = None) -> Patch
 
 def _patch_attention(report: PatchReport, policy: PatchPolicy, name: str, module: Any) -> None:
     if policy.qk_norm_rope and can_fuse(module):
+        # of an earlier patch, or of a library that hooks into modules; None: the class's
+        before = vars(module).get("forward")
         module.forward = types.MethodType(fused_attention_forward, module)
-        report._undo.append(lambda: module.__dict__.pop("forward"))
+
+        def undo() -> None:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+        report._undo.append(undo)
         report.replaced.append((name, "FusedRMSNormRoPE"))
 
 
 def _patch_one(
     report: PatchReport, policy: PatchPolicy, model: nn.Module, name: str, module: Any
 ) -> None:
+    if isinstance(module, FusedRMSNorm):
+        # of an earlier patch
+        return
     if policy.norms and type(module).__name__.endswith("RMSNorm"):
         if module.weight.shape[0] % 2:
             report.skipped.append((name, f"odd size {module.weight.shape[0]}"))
