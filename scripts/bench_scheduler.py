@@ -30,6 +30,8 @@ from oss_fused.files import write_json
 
 ARMS = ("vllm", "oss_fused")
 BLOCK, WINDOW = 16, 128
+# tokens of an engine step; positions of a sequence, and how many of them it may decode
+STEP_TOKENS, LONGEST, MOST_TOKENS = 8192, 1 << 17, 1 << 16
 # steps that vLLM starts before it has read the first one's tokens
 DEPTH = 2
 TOKEN = 5
@@ -139,6 +141,12 @@ def main() -> int:
         given = getattr(args, name)
         if min(np.atleast_1d(given)) < 1:
             parser.error(f"--{name} {given}: expected at least 1")
+    context = max(args.contexts)
+    if not fits(max(args.requests), context, args.steps):
+        parser.error(
+            f"--requests {max(args.requests)} --contexts {context} --steps {args.steps}: expected "
+            f"sequences of at most {LONGEST} positions, {MOST_TOKENS} of them decoded"
+        )
     with tempfile.TemporaryDirectory(prefix="oss-fused-scheduler-") as folder:
         config = make_config(Path(folder) / "model", max(args.requests))
     loads = [
@@ -159,6 +167,13 @@ def main() -> int:
     header = ["requests x context", *(f"{arm}, ms per step (p90)" for arm in ARMS), "ratio"]
     print(text_table(header, rows), file=sys.stderr)
     return 0
+
+
+def fits(requests: int, context: int, steps: int) -> bool:
+    """Whether no sequence ends before the last step."""
+    # the first ones decode while the last ones' prompts are read
+    decoded = requests * context // STEP_TOKENS + steps + BLOCK
+    return decoded <= MOST_TOKENS and context + decoded <= LONGEST
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -182,11 +197,11 @@ def make_config(model: Path, requests: int) -> Any:
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_num_seqs=requests,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=STEP_TOKENS,
     ).create_engine_config()
     # a CPU would not, and the tiny model ends early
     config.scheduler_config.async_scheduling = True
-    config.model_config.max_model_len = config.scheduler_config.max_model_len = 1 << 17
+    config.model_config.max_model_len = config.scheduler_config.max_model_len = LONGEST
     return config
 
 
@@ -203,7 +218,7 @@ def measure(config: Any, requests: int, context: int, steps: int) -> dict[str, A
     for number in range(requests):
         prompt = random.integers(100, 30000, context).tolist()
         for arm in arms:
-            arm.add(str(number), prompt, 1 << 16)
+            arm.add(str(number), prompt, MOST_TOKENS)
     for arm in arms:
         while sum(arm.step()[0].num_scheduled_tokens.values()) != requests:
             pass

@@ -71,6 +71,14 @@ FILES = {
             "bench_monitor.py {tiny} --tokens 20 --output x",
             "--every 50: expected at most --tokens, 20",
         ),
+        (
+            "bench_scheduler.py --contexts 131072 --output x",
+            "--contexts 131072 --steps 96: expected sequences of at most 131072 positions",
+        ),
+        (
+            "bench_scheduler.py --steps 70000 --output x",
+            "--steps 70000: expected sequences of at most 131072 positions, 65536 of them decoded",
+        ),
         ("soak.py nowhere --output x.json", "model nowhere: no such folder"),
         ("analyze_model.py {tiny} --suite roof.json", "--suite='roof.json': expected a suite"),
         ("analyze_model.py {tiny} --suite rows.json", "--suite='rows.json': expected a suite"),
