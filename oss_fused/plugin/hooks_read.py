@@ -23,15 +23,17 @@ READ = {
     "vllm:ModelRegistry": "",
     "vllm:SamplingParams": "",
     "vllm.config:VllmConfig": (
-        "additional_config aux_output_config compilation_config kv_transfer_config lora_config "
-        "model_config num_lookahead_tokens parallel_config quant_config scheduler_config "
-        "speculative_config use_v2_model_runner"
+        "additional_config aux_output_config cache_config compilation_config is_mm_encoder_only "
+        "kv_transfer_config load_config lora_config model_config num_lookahead_tokens "
+        "parallel_config quant_config scheduler_config speculative_config use_v2_model_runner"
     ),
     "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
+    "vllm.config.cache:CacheConfig": "block_size",
     "vllm.config.compilation:CUDAGraphMode": "FULL FULL_AND_PIECEWISE NONE PIECEWISE mixed_mode",
     "vllm.config.compilation:CompilationConfig": (
         "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size splitting_ops"
     ),
+    "vllm.config.load:LoadConfig": "load_format",
     "vllm.config.model:ModelConfig": (
         "dtype get_hidden_size hf_config is_mm_prefix_lm logprobs_mode max_model_len model "
         "quantization revision rswa_window runner_type trust_remote_code"
@@ -70,7 +72,8 @@ READ = {
     f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding": "",
     f"{_MOE}:FusedMoEConfig": (
         "has_bias hidden_dim hidden_dim_unpadded in_dtype intermediate_size_per_partition "
-        "is_lora_enabled moe_backend moe_parallel_config dp_size"
+        "intermediate_size_per_partition_unpadded is_act_and_mul is_lora_enabled moe_backend "
+        "moe_parallel_config dp_size"
     ),
     f"{_MOE}:FusedMoEQuantConfig": "",
     f"{_MOE}:FusedMoeWeightScaleSupported": "CHANNEL",

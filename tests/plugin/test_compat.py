@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 import oss_fused.layers.vllm
 import oss_fused.plugin
 from oss_fused.errors import BackendUnavailableError
-from oss_fused.plugin import compat, hooks
+from oss_fused.plugin import compat, hooks, hooks_read
 from oss_fused.plugin.signatures import Package, missing_arguments, takes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +108,32 @@ def test_every_import_of_vllm_is_listed(installed, results):
             for known in results
         )
         assert listed, f"{path}: add it to plugin/hooks.py"
+
+
+# name of a variable or attribute of ours -> the class of vLLM that it holds
+HOLDS = {
+    "cache_config": "vllm.config.cache:CacheConfig",
+    "load_config": "vllm.config.load:LoadConfig",
+    "moe": "vllm.model_executor.layers.fused_moe:FusedMoEConfig",
+    "moe_config": "vllm.model_executor.layers.fused_moe:FusedMoEConfig",
+    "vllm_config": "vllm.config:VllmConfig",
+}
+
+
+def test_what_is_read_of_configurations_is_listed():
+    found = 0
+    for file in Path(oss_fused.__file__).parent.glob("[lp]*/**/*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        modules = {node.asname for node in nodes if isinstance(node, ast.alias)}
+        for node in nodes:
+            if not isinstance(node, ast.Attribute):
+                continue
+            holder = getattr(node.value, "attr", getattr(node.value, "id", None))
+            if holder not in modules and (kind := HOLDS.get(holder)):
+                found += 1
+                listed = hooks_read.READ[kind].split()
+                assert node.attr in listed, f"{kind}.{node.attr}: add it to plugin/hooks_read.py"
+    assert found > 50
 
 
 def test_every_override_of_vllm_is_listed():
