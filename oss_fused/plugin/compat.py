@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import oss_fused
 from oss_fused import envs
@@ -22,6 +23,8 @@ from oss_fused.plugin.signatures import Package, missing_arguments, takes
 TESTED_VLLM = ("0.32.0", "0.33.0")
 # FP8 tensor cores: Ada (8.9), Hopper (9.0) and later
 MIN_CAPABILITY = 89
+# load formats of vLLM's ShardedStateLoader
+_SHARDED = ("sharded_state", "runai_streamer_sharded")
 
 # Python's own, which needs nothing of vLLM
 logger = logging.getLogger(__name__)
@@ -146,6 +149,22 @@ def check_settings() -> None:
 def _warn_of_moved_variables() -> None:
     if text := envs.moved():
         logger.warning("oss_fused: %s", text)
+
+
+def check_load_format(vllm_config: Any) -> None:
+    """Refuse files that hold the state of vLLM's layers, rank by rank, as they were saved.
+
+    Their loader writes past the checks of our layers, and over weights of another form.
+
+    Raises:
+        SchemeError: names the load format.
+    """
+    chosen = vllm_config.load_config.load_format
+    if chosen in _SHARDED:
+        raise SchemeError(
+            f"--load-format {chosen}: quantization oss_fp8 does not support it; expected auto, or "
+            f"another format of whole checkpoints"
+        )
 
 
 def check_device() -> None:

@@ -35,7 +35,12 @@ from oss_fused.layers.vllm.unquantized import (
 )
 from oss_fused.plugin import fingerprint
 from oss_fused.plugin.checkpoint import check_before_load
-from oss_fused.plugin.compat import MIN_CAPABILITY, check_device, check_settings
+from oss_fused.plugin.compat import (
+    MIN_CAPABILITY,
+    check_device,
+    check_load_format,
+    check_settings,
+)
 from oss_fused.plugin.monitor.policy import bits16_layers
 from oss_fused.plugin.options import is_draft, raw_options
 from oss_fused.quant import settings
@@ -250,6 +255,8 @@ class OssFp8Config(QuantizationConfig):
         if self._options_read:
             return
         vllm_config = get_current_vllm_config()
+        # of models of all classes, and of drafts
+        check_load_format(vllm_config)
         model = vllm_config.model_config
         check_remote_code(model.hf_config.to_dict(), model.trust_remote_code)
         # vLLM builds a head that drafts (EAGLE) within the configuration of the served model

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from oss_fused.errors import BackendUnavailableError, OssFusedError
-from oss_fused.plugin.compat import check_vllm
+from oss_fused.plugin.compat import check_load_format, check_vllm
 from oss_fused.plugin.options import is_draft, serving_options
 from oss_fused.quant.settings import QUANT_METHOD
 
@@ -134,12 +134,14 @@ def prepare_server(vllm_config: VllmConfig) -> None:
     """Apply the options of an oss_fp8 model that hold for the server; vLLM calls it at start.
 
     Raises:
-        SchemeError: names an unknown option, or an option with a bad value.
+        SchemeError: names an unknown option, an option with a bad value, or a load format.
     """
     if vllm_config.model_config.quantization != QUANT_METHOD or is_draft(vllm_config):
         return
     from oss_fused.plugin.build_info import show_options
 
+    # before the checkpoint's files are checked, which have other names then
+    check_load_format(vllm_config)
     options = serving_options(vllm_config)
     show_options(options)
     if options.self_check:

@@ -119,6 +119,7 @@ def test_options_are_the_served_models(drafts, monkeypatch):
         # vLLM makes another configuration for each layer of a head that drafts
         quant_config=config.OssFp8Config() if drafts else ours,
         additional_config={"oss_fused": {"ignore": ["fc"], "lm_head": False}},
+        load_config=SimpleNamespace(load_format="auto"),
     )
     monkeypatch.setattr(config, "get_current_vllm_config", lambda: shared)
     monkeypatch.setattr(config.fingerprint, "record", lambda _: None)

@@ -219,6 +219,7 @@ def test_options_are_for_the_served_model_not_for_its_draft(monkeypatch):
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=hf, trust_remote_code=False, runner_type="draft"),
         additional_config={"oss_fused": {"ignore": ["model.layers.20.*"]}},
+        load_config=SimpleNamespace(load_format="auto"),
     )
     monkeypatch.setattr(config, "get_current_vllm_config", lambda: vllm_config)
     stored = {"quant_method": "oss_fp8", "version": 1, "ignore": ["model.layers.0.mlp.down_proj"]}

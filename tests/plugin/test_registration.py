@@ -27,6 +27,8 @@ from oss_fused.plugin.registration import (
 )
 from oss_fused.plugin.step_graphs import graph_sizes
 
+AUTO = SimpleNamespace(load_format="auto")
+
 
 def test_register_is_idempotent_and_known_to_vllm():
     from vllm import ModelRegistry
@@ -115,6 +117,7 @@ def served(options, quantization="oss_fp8"):
     return SimpleNamespace(
         model_config=SimpleNamespace(quantization=quantization, runner_type="generate"),
         additional_config=options,
+        load_config=AUTO,
     )
 
 
@@ -236,6 +239,7 @@ def test_which_worker(options, changes, chosen, monkeypatch):
         model_config=SimpleNamespace(
             quantization="oss_fp8", runner_type=changes.get("runner_type", "generate")
         ),
+        load_config=AUTO,
         additional_config={"oss_fused": options},
         scheduler_config=SimpleNamespace(
             scheduler_cls=changes.get("scheduler_cls"),
@@ -313,6 +317,7 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
             quantization=changes.get("quantization", "oss_fp8"),
             runner_type=changes.get("runner_type", "generate"),
         ),
+        load_config=AUTO,
         additional_config={"oss_fused": changes.get("options", {})},
         scheduler_config=SimpleNamespace(
             scheduler_cls=None,
@@ -374,25 +379,3 @@ def test_outputs_that_an_api_server_takes_at_once(set_by_user, requests, expecte
     config.scheduler_config.max_num_seqs = 1024
     shorten_steps(config)
     assert os.environ.get(name) == (set_by_user or "1024")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "idle"), [("MixtralForCausalLM", True), ("LlamaForCausalLM", False)]
-)
-def test_options_that_do_nothing_are_named(architecture, idle, monkeypatch, caplog):
-    """vLLM does not ask for our scheduler or monitor where its own class serves the model."""
-    from oss_fused.plugin import config
-
-    hf = SimpleNamespace(to_dict=dict, model_type="m", architectures=[architecture])
-    model = SimpleNamespace(hf_config=hf, runner_type="generate", trust_remote_code=False)
-    options = {"monitor_every": 7, "burst": 4, "expert_kernels": "native"}
-    vllm_config = SimpleNamespace(
-        model_config=model, speculative_config=None, additional_config={"oss_fused": options}
-    )
-    monkeypatch.setattr(config, "get_current_vllm_config", lambda: vllm_config)
-    with caplog.at_level("WARNING"):
-        config.OssFp8Config()._read_options()
-    text = (
-        "oss_fused: burst=4, monitor_every=7: no effect with architectures=['MixtralForCausalLM']"
-    )
-    assert (text in caplog.text) is idle

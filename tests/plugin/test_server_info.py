@@ -37,6 +37,7 @@ def server(monkeypatch):
             SimpleNamespace(
                 model_config=SimpleNamespace(quantization=quantization, runner_type=runner_type),
                 additional_config={"oss_fused": {"short_step": False, **options}},
+                load_config=SimpleNamespace(load_format="auto"),
             )
         )
         return [type(collector) for collector in registered]
