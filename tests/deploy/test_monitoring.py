@@ -63,6 +63,18 @@ def test_every_alert_is_documented_and_tested() -> None:
     assert len(anchors) == len(rules("alert")), "an entry without an alert"
 
 
+def test_the_runbook_says_when_a_stuck_server_alerts() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    (text,) = re.findall(r"^### OssFusedStuck\n(.+?)\n\n", page, re.M | re.S)
+    (alert,) = (rule for rule in rules("alert") if rule["alert"] == "OssFusedStuck")
+    (figure,) = (rule for rule in rules("record") if rule["record"] == alert["expr"].split()[0])
+    waits = int(alert["for"].removesuffix("m"))
+    # tokens of before the standstill are in the rate for as long
+    (window,) = re.findall(r"\[(\d+)m\]", figure["expr"])
+    words = {5: "five", 10: "ten"}
+    assert f"for {words[waits + int(window)]} minutes, or {words[waits]} where" in text
+
+
 def test_nothing_is_made_up() -> None:
     """A figure that nothing feeds is absent: zero would look healthy."""
     exprs = {rule.get("alert") or rule["record"]: rule["expr"] for rule in all_rules()}
