@@ -87,7 +87,8 @@ def measure_ceilings(device: str | torch.device, dtypes: tuple[torch.dtype, ...]
     device = torch.device(device)
     gpu = device.type == "cuda"
     if gpu:
-        bandwidth = copy_bandwidth() / 1e9
+        with torch.cuda.device(device):
+            bandwidth = copy_bandwidth() / 1e9
     else:
         source = torch.ones(2**22)
         target = torch.empty_like(source)

@@ -122,13 +122,17 @@ class Scaler(ABC):
         """Restore a saved state.
 
         Raises:
-            SchemeError: the state is of another kind of scaler, or incomplete.
+            SchemeError: the state is of another kind of scaler or format, or incomplete.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing or state["name"] != self.name:
             raise SchemeError(
                 f"state: name={state.get('name')!r}, missing {sorted(missing)}; expected the "
                 f"state of a {self.name!r} scaler"
+            )
+        if state["format"] not in FORMATS:
+            raise SchemeError(
+                f"state: format={state['format']!r}; expected one of {', '.join(FORMATS)}"
             )
         self.fmt, self.margin = FORMATS[state["format"]], state["margin"]
         amax = state["amax"]

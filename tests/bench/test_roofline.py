@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
+from oss_fused.bench import roofline
 from oss_fused.bench.roofline import REMEDIES, Bottleneck, Ceilings, analyse, measure_ceilings
 
 # ridge at 10 FLOP per byte
@@ -52,3 +55,19 @@ def test_measured_ceilings_are_plausible():
     found = measure_ceilings("cpu", (torch.float32, torch.float8_e4m3fn))
     assert 0.5 < found.bandwidth_gbps < 5000
     assert found.tflops.keys() == {"float32"} and 1e-4 < found.tflops["float32"] < 100
+
+
+def test_bandwidth_is_that_of_the_named_device(monkeypatch):
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(chosen):
+        current.append(torch.device(chosen).index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda chosen: str(chosen))
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda: (1 + current[-1]) * 1e12)
+    assert measure_ceilings("cuda:3", ()) == Ceilings("cuda:3", 4000.0)
+    assert current == [0]

@@ -150,6 +150,8 @@ def test_wrong_settings_are_named() -> None:
         make_scaler("group", group_size=0)
     with pytest.raises(SchemeError, match="expected the state of a 'group' scaler"):
         make_scaler("group").load_state_dict(make_scaler("dynamic").state_dict())
+    with pytest.raises(SchemeError, match="state: format='e3m4'; expected one of e4m3, "):
+        make_scaler("group").load_state_dict(make_scaler("group").state_dict() | {"format": "e3m4"})
     for setting in ({"outlier_factor": 1.0}, {"patience": 0}):
         with pytest.raises(SchemeError, match=next(iter(setting))):
             make_scaler("per_channel", **setting)
