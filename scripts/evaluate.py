@@ -8,7 +8,8 @@ Each model reads the same text in windows; a candidate is compared with the base
   evaluate.py --baseline models/M --candidate "online=models/M --quantization oss_fp8" --text a b
 
 A model is [NAME=][VAR=VALUE ...] FOLDER [engine flags as of `vllm serve`]. Use text that the
-calibration has not seen. Exit codes: 0 measured, 1 a model failed, 2 bad arguments.
+calibration has not seen. Where a model fails, the figures of those before it are in a file beside
+--output, quality.unfinished.json. Exit codes: 0 measured, 1 a model failed, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -50,11 +51,19 @@ def main() -> int:
         args.lm_eval_limit,
     )
     scorer = evaluate.Scorer(task, has_gpu(), args.engine_flags, args.cache)
-    environment = fingerprint()
+    head = {"kind": "oss_fused.evaluate", "environment": fingerprint()}
+
+    # a file of its own: --output says that all models are measured
+    unfinished = args.output.with_name(f"{args.output.stem}.unfinished.json")
+
+    def save(so_far: dict[str, Any]) -> None:
+        write_json(unfinished, portable(head | so_far))
+        print(f"wrote {unfinished}", file=sys.stderr)
+
     try:
-        results = evaluate.evaluate(scorer, arms)
-        results = {"kind": "oss_fused.evaluate", "environment": environment, **results}
+        results = head | evaluate.evaluate(scorer, arms, save)
         write_json(args.output, portable(results))
+        unfinished.unlink(missing_ok=True)
         if args.summary:
             factors = zip(*(factors_of(text) for text in results["texts"]))
             figures = {

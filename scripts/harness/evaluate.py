@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,17 @@ def kl_divergence(base: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
     return np.maximum(result, 0.0)
 
 
-def evaluate(scorer: Scorer, arms: Sequence[Arm]) -> dict[str, Any]:
+def evaluate(
+    scorer: Scorer,
+    arms: Sequence[Arm],
+    save: Callable[[dict[str, Any]], None] = lambda results: None,
+) -> dict[str, Any]:
     """Score all arms, the first of which is the baseline.
+
+    Args:
+        scorer: runs them.
+        arms: the models.
+        save: takes the results so far after each model but the last; "unfinished" names the others.
 
     Returns:
         "task" settings and "texts": per text its name, token count and digest, "baseline" and
@@ -223,48 +232,67 @@ def evaluate(scorer: Scorer, arms: Sequence[Arm]) -> dict[str, Any]:
         ServerError: a model could not be scored.
         ValueError: the candidates' tokenizers differ, or a text is too short.
     """
-    texts: list[dict[str, Any]] = []
-    scores, tasks, seconds = [], [], []
+    task = asdict(scorer.task)
+    task |= {key: [str(path) for path in task[key]] for key in ("texts", "lm_eval")}
+    results: dict[str, Any] = {"task": task, "flags": list(scorer.flags), "models": [], "texts": []}
+    results |= {"lm_eval": []} if scorer.task.lm_eval else {}
+    results |= {"needles": []} if scorer.task.needles else {}
+    base: dict[str, np.ndarray] = {}
     scratch = tempfile.TemporaryDirectory(prefix="oss-fused-evaluate-")
     with scratch as folder, processes.signals_as_exceptions():
-        for arm in arms:
+        for number, arm in enumerate(arms):
             start = time.monotonic()
             print(f"scoring {arm.name} ({arm.model})", file=sys.stderr, flush=True)
-            scores.append(scorer.score(arm, Path(folder)))
+            score = scorer.score(arm, Path(folder))
             if scorer.task.lm_eval:
-                tasks.append({"name": arm.name, "tasks": scorer.run_tasks(arm, Path(folder))})
-            seconds.append(round(time.monotonic() - start, 1))
-    for number, path in enumerate(scorer.task.texts):
-        parts = [_of_text(score, number) for score in scores]
-        base = parts[0]
-        if not len(base["token_ids"]):
+                scores = scorer.run_tasks(arm, Path(folder))
+                results["lm_eval"].append({"name": arm.name, "tasks": scores})
+            spent = round(time.monotonic() - start, 1)
+            results["models"].append(asdict(arm) | {"seconds": spent})
+            if number:
+                _add_candidate(results["texts"], arm, base, score)
+            else:
+                base = score
+                results["texts"] = _of_baseline(scorer.task.texts, arm, score)
+            if scorer.task.needles:
+                found = retrieval(scorer.task.needles, score["answers"].tolist())
+                results["needles"].append({"name": arm.name, **found})
+            if left := [other.name for other in arms[number + 1 :]]:
+                save(results | {"unfinished": left})
+    return results
+
+
+def _of_baseline(
+    paths: Sequence[Path], arm: Arm, score: Mapping[str, np.ndarray]
+) -> list[dict[str, Any]]:
+    texts = []
+    for number, path in enumerate(paths):
+        part = _of_text(score, number)
+        if not len(part["token_ids"]):
             raise ValueError(f"text {path}: has fewer than two tokens")
-        candidates = [
-            {"name": arm.name, "model": arm.model, **compare_logprobs(base, part)}
-            for arm, part in zip(arms[1:], parts[1:])
-        ]
-        first = {"name": arms[0].name, "model": arms[0].model}
+        first = {"name": arm.name, "model": arm.model}
         texts.append(
             {
                 "text": str(path),
                 "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-                "tokens": len(base["token_ids"]),
-                "baseline": first | {"perplexity": perplexity(base["token_logprobs"])},
-                "candidates": candidates,
+                "tokens": len(part["token_ids"]),
+                "baseline": first | {"perplexity": perplexity(part["token_logprobs"])},
+                "candidates": [],
             }
         )
-    task = asdict(scorer.task)
-    task |= {key: [str(path) for path in task[key]] for key in ("texts", "lm_eval")}
-    models = [asdict(arm) | {"seconds": spent} for arm, spent in zip(arms, seconds)]
-    result = {"task": task, "flags": list(scorer.flags), "models": models, "texts": texts}
-    if tasks:
-        result["lm_eval"] = tasks
-    if scorer.task.needles:
-        result["needles"] = [
-            {"name": arm.name, **retrieval(scorer.task.needles, score["answers"].tolist())}
-            for arm, score in zip(arms, scores)
-        ]
-    return result
+    return texts
+
+
+def _add_candidate(
+    texts: Sequence[dict[str, Any]],
+    arm: Arm,
+    base: Mapping[str, np.ndarray],
+    score: Mapping[str, np.ndarray],
+) -> None:
+    parts = [(_of_text(base, number), _of_text(score, number)) for number in range(len(texts))]
+    figures = [compare_logprobs(theirs, ours) for theirs, ours in parts]
+    for text, found in zip(texts, figures):
+        text["candidates"].append({"name": arm.name, "model": arm.model, **found})
 
 
 def _of_text(score: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:

@@ -56,7 +56,7 @@ def test_writes_json_table_and_summary(
     results = json.loads(output.read_text())
     assert [model["name"] for model in results["models"]] == ["good", "worse", "again"]
     assert results["models"][2]["flags"] == ["--kv-cache-dtype", "fp8"]
-    assert results["environment"]["versions"]["torch"]
+    assert results["environment"]["versions"]["torch"] and "unfinished" not in results
     figures = json.loads(totals.read_text())
     assert figures["again"] == 1.0
     assert figures["main_job.smollm2.ppl_factor"] == pytest.approx(1.10517)
@@ -129,19 +129,29 @@ def test_lm_eval_tasks_run_on_every_model_or_say_what_is_missing(
     assert re.search(r"worse +arithmetic +acc +0.5000", shown)
 
 
-def test_failing_model_ends_with_1_and_writes_nothing(
+def test_failing_model_ends_with_1_and_loses_none_that_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("good", "broken"):
+    for name in ("good", "worse", "broken"):
         (tmp_path / name).mkdir()
-    code = run(
-        monkeypatch,
-        *("--baseline", str(tmp_path / "good"), "--candidate", str(tmp_path / "broken")),
-        *("--text", str(TEXT), "--output", str(tmp_path / "q.json")),
-    )
-    assert code == 1
+    output, totals = tmp_path / "q.json", tmp_path / "summary.json"
+    words = ["--baseline", str(tmp_path / "good"), "--text", str(TEXT), "--output", str(output)]
+    for name in ("worse", "broken", "again"):
+        words += ["--candidate", f"{name}={tmp_path / name.replace('again', 'good')}"]
+    words += ["--summary", str(totals), "--summary-name", "a", "b", "c"]
+    assert run(monkeypatch, *words) == 1
     assert "weights are upside down" in capsys.readouterr().err
-    assert not (tmp_path / "q.json").exists()
+    # demo.py takes the output for the sign of a finished step
+    assert not output.exists() and not totals.exists()
+    results = json.loads((tmp_path / "q.unfinished.json").read_text())
+    assert results["unfinished"] == ["broken", "again"]
+    assert [model["name"] for model in results["models"]] == ["good", "worse"]
+    (candidate,) = results["texts"][0]["candidates"]
+    assert candidate["name"] == "worse" and candidate["perplexity_factor"] > 1.1
+    words[words.index(f"broken={tmp_path / 'broken'}")] = f"broken={tmp_path / 'worse'}"
+    assert run(monkeypatch, *words) == 0
+    assert output.exists() and totals.exists()
+    assert not (tmp_path / "q.unfinished.json").exists()
 
 
 @pytest.mark.skipif(
