@@ -79,6 +79,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.rehearse and "tuning" in args.parts and not args.device.startswith("cuda"):
         # hundreds of configs under the interpreter take hours
         args.parts.remove("tuning")
+    # summary-sources.json may name these files for figures that this run does not measure
+    whole = set(args.parts) == set(PARTS) and set(args.targets) == set(TUNED)
+    if not args.render and not whole:
+        for name in ("library.json", "library-suite.json"):
+            if (args.output / name).exists():
+                parser.error(
+                    f"--parts {' '.join(args.parts)}: {args.output / name} holds an earlier run, "
+                    f"whose other figures would be lost; expected another --output, or all parts "
+                    f"and targets"
+                )
     return args
 
 

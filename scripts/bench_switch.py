@@ -10,7 +10,8 @@ Its tokens have to be those of the first engine after the switch.
 
   bench_switch.py --output docs/results/h200/monitor_switch.json
 
-Exit codes: 0 measured, 1 tokens differ or the layers did not switch.
+Exit codes: 0 measured, 1 tokens differ, the layers did not switch, or the first engine took longer
+than the second waits.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ def main(argv: list[str] | None = None) -> int:
             measured = pool.submit(before_and_after, model, Path(folder)).result()
             tokens = measured.pop("tokens")
             write_json(args.output, results | measured)
-            again = second.result()
+            try:
+                again = second.result()
+            except TimeoutError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
     results |= measured | {"ms_restarted": again["ms_restarted"]}
     results["same_tokens_as_restart"] = tokens["switched"] == again["tokens"]
     results["same_tokens_as_before"] = tokens["switched"] == tokens["before"]
@@ -194,7 +199,12 @@ def restarted(model: Path, layers: int, folder: Path) -> dict[str, Any]:
     engine = start(model, policy, {})
     # one engine at a time has the device while times are taken
     end = time.monotonic() + 4 * PATIENCE
-    while not (folder / MEASURED).exists() and time.monotonic() < end:
+    while not (folder / MEASURED).exists():
+        if time.monotonic() >= end:
+            raise TimeoutError(
+                f"the first engine was still timing after {4 * PATIENCE} s; expected it to end "
+                f"before the restarted one has the device: run again, or with fewer --layers"
+            )
         time.sleep(0.1)
     request(engine)
     spent, tokens = fastest(engine)

@@ -83,3 +83,19 @@ def test_without_a_gpu_the_usage_error_says_how(capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
         bench_library.main(["--output", str(tmp_path)])
     assert caught.value.code == 2 and "--device cpu --rehearse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["library.json", "library-suite.json"])
+def test_a_part_does_not_overwrite_the_others(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = ["--output", str(tmp_path)]
+    assert bench_library.parse([*args, "--parts", "norm"]).parts == ["norm"]
+    (tmp_path / name).write_text("{}")
+    one_less = ["--parts", "overhead", "norm", "tuning", "backends"]
+    for some in (["--parts", "matmul"], one_less, ["--targets", "matmul"], ["--rehearse"]):
+        device = ["--device", "cpu"] if some == ["--rehearse"] else []
+        with pytest.raises(SystemExit) as caught:
+            bench_library.parse([*args, *some, *device])
+        assert caught.value.code == 2
+        assert f"{tmp_path / name} holds an earlier run" in capsys.readouterr().err
+    assert bench_library.parse(args).parts == list(bench_library.PARTS)
