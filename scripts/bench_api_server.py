@@ -47,8 +47,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     try:
         with signals_as_exceptions(), tempfile.TemporaryDirectory() as scratch:
-            for load, arm in itertools.product(loads, ARMS):
-                rows.append(measure(Path(scratch), arm, *load, args.tokens, args.repeats))
+            for (requests, step_ms), arm in itertools.product(loads, ARMS):
+                sizes = requests, step_ms, args.tokens, args.repeats
+                rows.append(measure(Path(scratch), arm, *sizes))
                 write_json(args.output, head | {"tokens": args.tokens, "loads": rows})
     except ServerError as error:
         print(f"bench_api_server: {error}", file=sys.stderr)

@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, vocab: int, results: dict[str, Any], folde
     waiting = threading.Thread(target=collect, daemon=True)
     with ExitStack() as stack, processes.signals_as_exceptions():
         # last of all, behind the end of its engines: two writers of one file would meet
-        stack.callback(lambda: waiting.is_alive() and waiting.join())
+        stack.callback(lambda: waiting.join() if waiting.is_alive() else None)
         quality = Quality(args, vocab, folder, stack)
         waiting.start()
         try:
