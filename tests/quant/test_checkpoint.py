@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from oss_fused.errors import CheckpointError
 from oss_fused.quant.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec
+from oss_fused.quant.checkpoint.writer import check_places
 
 INDEX = "model.safetensors.index.json"
 
@@ -143,7 +146,7 @@ def test_written_in_any_order_and_read_by_safetensors(tmp_path: Path) -> None:
 
 def test_shards_close_before_the_limit(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    writer = make_writer(output, limit=28)
+    writer = make_writer(output, limit=28, state_bytes=1000)
     for name, tensor in TENSORS.items():
         writer.write(name, tensor)
     writer.finish()
@@ -167,6 +170,8 @@ def test_writer_refuses_what_was_not_announced(tmp_path: Path) -> None:
         writer.write("x", torch.zeros(3, 5))
     with pytest.raises(CheckpointError, match="no such tensor"):
         writer.write("y", torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"'bias' is torch.bfloat16 \(8,\)"):
+        writer.write("bias", torch.zeros(8, dtype=torch.bfloat16))
 
 
 def test_resume_knows_what_is_done_and_ignores_a_cut_line(tmp_path: Path) -> None:
@@ -217,3 +222,88 @@ def test_disk_full_surfaces_as_the_error_it_is(tmp_path: Path, monkeypatch) -> N
         writer.write("x", TENSORS["x"])
     assert error.value.errno in (errno.ENOSPC, errno.EINVAL, errno.ESPIPE)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_may_fill_the_limit(tmp_path: Path) -> None:
+    specs = [TensorSpec(name, torch.uint8, (8,)) for name in "abcd"]
+    writer = CheckpointWriter(tmp_path / "out", specs, 16, "id")
+    writer.close()
+    sizes = [len(load_file(path)) for path in sorted(writer.partial.glob("*.safetensors"))]
+    assert sizes == [2, 2]
+
+
+def test_data_are_aligned_to_their_size(tmp_path: Path) -> None:
+    """Readers map the file, and kernels load from it."""
+    specs = [TensorSpec("n", torch.uint8, (3,)), TensorSpec("x" * 5, torch.float32, (2,))]
+    writer = CheckpointWriter(tmp_path / "out", specs, 10**6, "id")
+    writer.close()
+    data = (writer.partial / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    assert start % 8 == 0 and header["x" * 5]["data_offsets"][0] % 4 == 0
+
+
+def test_a_line_of_the_journal_holds_the_checksums_of_its_own_step(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path / "out")
+    for name in ("x", "bias"):
+        writer.write(name, TENSORS[name])
+        writer.done(name, {})
+    writer.close()
+    lines = map(json.loads, (writer.state / "journal.jsonl").read_text().splitlines())
+    assert [sorted(line["sums"]) for line in lines] == [["x"], ["bias"]]
+
+
+def test_a_run_may_be_resumed_more_than_once(tmp_path: Path) -> None:
+    for count, name in enumerate(("x", "bias", "blocks")):
+        writer = make_writer(tmp_path / "out", resume=True)
+        assert len(writer.steps) == count
+        writer.write(name, TENSORS[name])
+        writer.done(name, {})
+        writer.close()
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The disk, with 1 MB free."""
+    disk = SimpleNamespace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    return disk
+
+
+def test_outputs_on_one_disk_must_fit_together(tmp_path: Path, free: SimpleNamespace) -> None:
+    check_places({tmp_path / "a": 6 * 10**5})
+    with pytest.raises(CheckpointError, match=r"--output=.*b.*needs 0\.00 GB"):
+        check_places({tmp_path / "a": 6 * 10**5, tmp_path / "b": 6 * 10**5})
+
+
+def test_what_an_unfinished_run_holds_counts_as_free(tmp_path: Path, free: SimpleNamespace) -> None:
+    specs = [TensorSpec("x", torch.uint8, (9 * 10**5,))]
+    writer = CheckpointWriter(tmp_path / "out", specs, 10**9, "id")
+    writer.write("x", torch.ones(9 * 10**5, dtype=torch.uint8))
+    writer.done("x", {})
+    writer.close()
+    free.free = 10**5
+    check_places({tmp_path / "out": 9 * 10**5})
+    CheckpointWriter(tmp_path / "out", specs, 10**9, "id", resume=True).close()
+    with pytest.raises(CheckpointError, match="GB are free"):
+        check_places({tmp_path / "other": 9 * 10**5})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nan_is_found_in_every_dtype(sharded: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.tensor([1.0, float("nan")]).to(dtype)}, sharded / "one.safetensors")
+    with pytest.raises(CheckpointError, match="'a' holds NaN or Inf"):
+        CheckpointReader(sharded).read("a")
+
+
+def test_a_number_too_large_for_a_float_is_refused(sharded: Path) -> None:
+    (sharded / "config.json").write_text('{"model_type": "llama", "rope_theta": 1e999}')
+    with pytest.raises(CheckpointError, match=r"config\.json.*1e999 is no finite number"):
+        CheckpointReader(sharded)
+
+
+def test_a_shard_cut_inside_a_tensor_has_no_digest(sharded: Path) -> None:
+    reader, path = CheckpointReader(sharded), sharded / "one.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"one\.safetensors.*ends inside tensor 'a'"):
+        reader.digest()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,40 @@ def test_the_python_dataset_needs_no_file(tokenizer) -> None:
     samples = load_samples("python", tokenizer, 3, 64, 0)
     assert [len(sample) for sample in samples] == [64] * 3
     assert file_digest("python") == file_digest("python")
+
+
+def test_the_seed_chooses_and_the_order_stays_that_of_the_file(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path, "a.txt", string.ascii_letters)
+    chosen = {
+        seed: [tokenizer.decode(s) for s in load_samples(path, tokenizer, 8, 4, seed)]
+        for seed in range(4)
+    }
+    assert len({tuple(texts) for texts in chosen.values()}) == 4
+    for texts in chosen.values():
+        assert texts == sorted(texts, key=string.ascii_letters.index)
+
+
+def test_the_suffix_of_json_lines_may_be_in_capitals(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path, "A.JSONL", '{"text": "hello"}\n')
+    assert tokenizer.decode(load_samples(path, tokenizer, 2, 20, 0)[0]) == "hello"
+
+
+class WithBegin:
+    """A tokenizer that puts a token 1 before a text unless it is told not to."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict:
+        return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
+
+    def apply_chat_template(self, messages: list[dict], tokenize: bool) -> str:
+        return "\x01" + messages[0]["content"]
+
+
+def test_special_tokens_stand_before_single_texts_only(tmp_path: Path) -> None:
+    cases = {
+        "a.txt": ("hi", "hi"),  # a window of a longer text begins anywhere
+        "a.jsonl": ('{"text": "hi"}', "\x01hi"),
+        "b.jsonl": ('{"messages": [{"role": "user", "content": "hi"}]}', "\x01hi"),
+    }
+    for name, (content, expected) in cases.items():
+        found = load_samples(write(tmp_path, name, content), WithBegin(), 1, 9, 0)
+        assert [chr(i) for i in found[0].tolist()] == list(expected), name

@@ -141,3 +141,26 @@ def test_every_element_of_a_row_counts_for_its_scale(at: int) -> None:
     codes, scale = quantize(x, "channel")
     assert scale[1] == 2.0 and codes[1, at].float() == -448.0
     assert scale[0] == scale[2] == torch.tensor(0.5) / 448
+
+
+def test_a_scale_per_column_is_refused() -> None:
+    with pytest.raises(ShapeMismatchError, match="one per row"):
+        dequantize(torch.zeros(3, 4, dtype=torch.float8_e4m3fn), torch.ones(4))
+
+
+def test_what_is_not_zero_where_zero_was_expected_is_an_error() -> None:
+    assert relative_error(torch.zeros(2), torch.tensor([3.0, 4.0])) == 5.0
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+def test_errors_of_16_bit_values_are_not_rounded() -> None:
+    exact, found = torch.tensor([256.0, 0.5]).bfloat16()[:, None]
+    assert relative_error(exact, found) == 255.5 / 256
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_fake_quantize_is_a_round_trip_in_the_format_asked_for(fmt) -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(
+        fake_quantize(x, fmt=fmt), dequantize(*quantize(x, "token", fmt=fmt), x.dtype)
+    )

@@ -10,7 +10,7 @@ import torch
 
 from oss_fused.errors import NumericalOverflowError, SchemeError
 from oss_fused.quant.formats import fake_quantize, relative_error
-from oss_fused.quant.observers import make_observer
+from oss_fused.quant.observers import CacheObserver, OutputError, drift, make_observer
 from oss_fused.quant.recipe import load_recipe, make_recipe
 from oss_fused.quant.record import load_record
 from tests.quant.runs import SETTINGS, Models, calibrate, tensors
@@ -42,6 +42,70 @@ def test_the_scale_has_the_least_error_within_the_target(target: float) -> None:
         scale = plain * 2 ** (step / 8)
         if float((x.abs() > 448 * scale).float().mean()) <= target:
             assert error <= relative_error(x, fake_quantize(x, "tensor", scale)) * 1.003
+
+
+def test_a_scale_may_be_larger_than_the_plain_one() -> None:
+    # 0.9 lies between two steps of the plain grid; one that is shifted by less than a binade fits
+    x = torch.tensor([1.0, *[0.9] * 50])
+    observer = make_observer("x", 0.0)
+    observer.see(x)
+    plain = relative_error(x, fake_quantize(x, "tensor", torch.tensor([1 / 448])))
+    assert relative_error(x, fake_quantize(x, "tensor", observer.scale())) < 0.1 * plain
+
+
+@pytest.mark.parametrize("target", [None, 0.01])
+def test_a_tensor_without_elements_changes_nothing(target: float | None) -> None:
+    observer = make_observer("what", target)
+    observer.see(torch.zeros(0, 4))
+    with pytest.raises(NumericalOverflowError, match="what: no calibration sample"):
+        observer.scale()
+    observer.see(torch.tensor([2.0]))
+    before = observer.scale()
+    observer.see(torch.zeros(0, 4))
+    assert torch.equal(observer.scale(), before)
+
+
+def test_keys_and_values_have_scales_of_their_own() -> None:
+    key, value = torch.randn(2, 1, 4, 6, 8, generator=torch.Generator().manual_seed(2))
+    value, cache = 100 * value, CacheObserver("attn")
+    assert cache.update(key, value) == (key, value)
+    k_scale, v_scale = cache.freeze()
+    assert (k_scale, v_scale) == (key.abs().amax() / 448, value.abs().amax() / 448)
+    served = cache.update(key, value)
+    assert torch.equal(served[0], fake_quantize(key, "tensor", k_scale))
+    assert torch.equal(served[1], fake_quantize(value, "tensor", v_scale))
+
+
+def test_keys_and_values_are_both_clipped() -> None:
+    x = torch.randn(2, 1, 4, 500, 8, generator=torch.Generator().manual_seed(2))
+    plain, cache = CacheObserver("attn").key, CacheObserver("attn", 0.05)
+    plain.see(x[0])
+    cache.update(x[0], x[0])
+    k_scale, v_scale = cache.freeze()
+    assert k_scale == v_scale != plain.scale()
+
+
+def test_the_error_of_an_output_is_that_of_all_inputs_seen() -> None:
+    torch.manual_seed(3)
+    weight, bias, parts = torch.randn(5, 8), torch.randn(5), [torch.randn(2, 30, 8), torch.ones(8)]
+    error = OutputError(weight, bias, torch.tensor([1.5 / 448]))
+    exact = torch.cat([(x @ weight.t() + bias).view(-1, 5) for x in parts])
+    rounded = exact + 0.1 * torch.randn(61, 5)
+    for x, output in zip(parts, rounded.split((60, 1))):
+        error.see(x, output.view(*x.shape[:-1], 5))
+    found = error.metrics()
+    assert found["output_error"] == pytest.approx(relative_error(exact, rounded), rel=1e-5)
+    by_token = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
+    for name, level in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        assert found["error"][name] == pytest.approx(float(by_token.quantile(level)), rel=1e-4)
+    clipped = int((parts[0].abs() > 1.5).sum())
+    assert clipped > 0 and found["clip_ratio"] == clipped / (61 * 8)
+
+
+def test_drift_is_the_rms_of_the_share_of_the_baseline() -> None:
+    baseline = [torch.full((1, 2, 4), 2.0), torch.full((1, 1, 4), 10.0)]
+    states = [torch.full((1, 2, 4), 3.0), torch.full((1, 1, 4), 10.0)]
+    assert drift(baseline, states) == pytest.approx((2 * 0.5**2 / 3) ** 0.5)
 
 
 @pytest.mark.parametrize("target", [None, 0.01])

@@ -184,3 +184,42 @@ def test_group_size_meets_the_clip_target_with_least_error() -> None:
     assert choose_group_size(parted, 0.0, [256, 128])[:2] == (128, pytest.approx(0.0, abs=1e-6))
     with pytest.raises(SchemeError, match=r"--clip-target=0\.0: not met.*128, clips"):
         choose_group_size(samples, 0.0, [16, 128])
+
+
+@pytest.mark.parametrize(("fmt", "fits", "clipped"), [(E4M3, 460, 470), (E5M2, 60_000, 61_440)])
+def test_what_rounds_to_the_largest_value_is_not_clipped(fmt, fits: float, clipped: float) -> None:
+    scaler = DynamicScaler(fmt)
+    scaler.update(torch.tensor([fmt.max]))
+    assert scaler.clip_ratio(torch.tensor([1.0, -fits])) == 0
+    assert scaler.clip_ratio(torch.tensor([1.0, -clipped])) == 0.5
+
+
+def test_an_overflow_widens_only_what_it_exceeds_and_leaves_no_room_beyond() -> None:
+    scaler = PerChannelScaler(margin=1.25)
+    scaler.update(torch.tensor([8.0, 8.0]))
+    assert scaler.absorb_overflow(torch.tensor([1.0, 20.0]))
+    torch.testing.assert_close(scaler.scale(), torch.tensor([10.0, 20.0]) / 448)
+
+
+def test_the_first_value_of_a_channel_that_was_zero_is_its_average() -> None:
+    scaler = PerChannelScaler()
+    for amax in (0.0, 5.0):
+        scaler.update(torch.tensor([1.0, amax]))
+    assert torch.equal(scaler.scale(), torch.tensor([1.0, 5.0]) / 448)
+
+
+def test_a_restored_state_knows_its_channels_and_no_outliers() -> None:
+    scaler = GroupScaler(group_size=8, channels=32)
+    for factor in (1, 1000, 1000):
+        scaler.update(factor * torch.ones(2, 32))
+    before, state = scaler.scale(), scaler.state_dict()
+    restored = GroupScaler()
+    restored.load_state_dict(state)
+    with pytest.raises(ShapeMismatchError, match="channels=32"):
+        restored.update(torch.ones(2, 64))
+    # patience of three begins anew
+    scaler.load_state_dict(state)
+    scaler.update(1000 * torch.ones(2, 32))
+    assert torch.equal(scaler.scale(), before)
+    with pytest.raises(SchemeError, match="name='per_channel'.*state of a 'dynamic' scaler"):
+        DynamicScaler().load_state_dict(PerChannelScaler().state_dict())

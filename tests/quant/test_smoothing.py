@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from oss_fused.errors import SchemeError
@@ -131,3 +132,71 @@ def test_smoothing_needs_data_and_no_search(text_file: Path) -> None:
         make_recipe({"smoothing": 0.5, "dataset": str(text_file), "accuracy_target": 1.01})
     with pytest.raises(SchemeError, match="smoothing=2"):
         make_recipe({"smoothing": 2, "dataset": str(text_file)})
+
+
+def attention_inputs(x: torch.Tensor, norm: torch.Tensor) -> tuple[nn.Module, list[nn.Linear]]:
+    """A layer with a norm of gains ``norm`` and what reads it; the largest columns are v's."""
+    torch.manual_seed(0)
+    layer = nn.Module()
+    layer.input_layernorm, layer.self_attn = nn.Module(), nn.Module()
+    layer.input_layernorm.weight = nn.Parameter(norm.clone(), requires_grad=False)
+    readers = [nn.Linear(x.shape[1], 4, bias=False).requires_grad_(False) for _ in range(3)]
+    for name, reader in zip("qkv", readers):
+        reader.weight.mul_(100 if name == "v" else 1)
+        setattr(layer.self_attn, f"{name}_proj", reader)
+    return layer, readers
+
+
+def smooth(
+    layer: nn.Module,
+    readers: list[nn.Linear],
+    parts: list[torch.Tensor],
+    alpha: float,
+    dtype: torch.dtype = torch.float32,
+    kept: str = "",
+) -> dict[str, list[torch.Tensor]]:
+    names = [f"self_attn.{name}_proj" for name in "qkv"]
+    schemes = {f"layer.{name}": None if name == kept else FP8_DYNAMIC for name in names}
+
+    def run() -> None:
+        for part in parts:
+            for reader in readers:
+                reader(part)
+
+    return smooth_layer(layer, "layer", schemes, alpha, run, lambda _: dtype)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_alpha_says_which_of_inputs_and_weights_become_alike(alpha: float) -> None:
+    x = torch.randn(64, 8) * torch.logspace(-4, 4, 8)
+    layer, readers = attention_inputs(x, torch.ones(8))
+    for reader in readers:
+        reader.weight.mul_(torch.logspace(3, -3, 8)[torch.arange(8) * 5 % 8])
+    # the largest inputs come first
+    smooth(layer, readers, [x, 0.01 * x], alpha)
+    columns = torch.stack([reader.weight.abs().amax(0) for reader in readers]).amax(0)
+    peaks = (x * layer.input_layernorm.weight).abs().amax(0)
+    alike, other = (peaks, columns) if alpha else (columns, peaks)
+    assert ((alike.log2()).abs() <= 0.5001).all() and other.log2().abs().max() > 4
+    assert not any(reader._forward_pre_hooks for reader in readers)
+
+
+def test_factors_have_a_limit_and_dead_channels_none() -> None:
+    x = torch.ones(4, 3) * torch.tensor([2.0**40, 2.0**-40, 0.0])
+    layer, readers = attention_inputs(x, torch.ones(3))
+    smooth(layer, readers, [x], 1.0)
+    assert layer.input_layernorm.weight.tolist() == [2.0**-24, 2.0**24, 1.0]
+
+
+def test_what_the_dtype_would_round_is_not_moved() -> None:
+    x = torch.full((4, 2), 2.0**8)
+    # the first gain, 2**-18, has no eighth less than 2**-24 in float16
+    layer, readers = attention_inputs(x, torch.tensor([2.0**-18, 1.0]))
+    smooth(layer, readers, [x], 1.0, torch.float16)
+    assert layer.input_layernorm.weight.tolist() == [2.0**-18, 2.0**-8]
+
+
+def test_an_input_that_an_exact_linear_reads_too_stays() -> None:
+    x = torch.randn(16, 8) * torch.logspace(-4, 4, 8)
+    layer, readers = attention_inputs(x, torch.ones(8))
+    assert smooth(layer, readers, [x], 0.5, kept="self_attn.k_proj") == {}
