@@ -71,13 +71,19 @@ class BurstRunner(GPUModelRunner):
     def prepare_inputs(
         self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> Any:
-        """As GPUModelRunner; remembers the graph, and tells the model state what the step needs."""
+        """As GPUModelRunner; remembers the graph, and tells the model state what the step needs.
+
+        Where each request has one token, the rows to sample from are the first ones in order. As a
+        slice they index hidden states without a copy.
+        """
         self._desc = batch_desc
         self.model_state.decodes = batch_desc.uniform_token_count is not None
         batch = super().prepare_inputs(
             scheduler_output, batch_req_state, batch_desc, num_active_loras
         )
         self.model_state.sampled = sampled_rows(self, batch, batch_desc.cg_mode)
+        if len(batch.logits_indices) == batch.num_tokens == batch.num_reqs:
+            batch.logits_indices = slice(batch.num_reqs)
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:

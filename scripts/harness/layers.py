@@ -59,7 +59,7 @@ class Chain:
         self.shape, self.device = shape, device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.layers = [self._layer() for _ in range(layers)]
-        self.arrivals = torch.zeros(SHARED_ROWS, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(SHARED_ROWS + shape.experts, dtype=torch.int32, device=device)
 
     def _uniform(self, *size: int) -> torch.Tensor:
         return torch.rand(*size, device=self.device, generator=self.generator)
@@ -101,7 +101,8 @@ class Chain:
             layer["down"] = self._linear(shape.hidden, shape.inner, 1.0)
             return layer
         layer["qkv_bias"] = self._normal(shape.qkv_rows)
-        layer["output_bias"] = self._normal(shape.hidden)
+        # attention adds little to the residual, as in a model: most experts are those expected
+        layer["output_bias"] = self._normal(shape.hidden) / 10
         layer["sinks"] = self._normal(shape.heads)
         layer["router"] = (self._normal(shape.experts, shape.hidden), self._normal(shape.experts))
         layer["w13"] = (

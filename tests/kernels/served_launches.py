@@ -12,6 +12,7 @@ import torch
 
 import oss_fused.kernels  # noqa: F401  registers the operators
 from oss_fused.kernels.attention.launches import stream_for
+from oss_fused.kernels.moe.config import SCRATCH
 from oss_fused.kernels.op import OPERATIONS, get_kernel
 
 BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
@@ -35,7 +36,7 @@ def experts(tokens: int, inter: int = 2880, number: int = 32) -> None:
         weights += [empty(e, n, k // 2, dtype=torch.uint8), scale, bias]
     x, gain = empty(tokens, hidden), empty(hidden)
     router = (empty(number, hidden), empty(number))
-    following = (gain, 1e-5, None, empty(tokens, dtype=I32))
+    following = (gain, 1e-5, None, empty(SCRATCH, dtype=I32))
     get_kernel("triton", "norm_moe_norm")(
         x, x, gain, 1e-5, *router, *weights, 4, True, 512, *following, True
     )
@@ -239,6 +240,7 @@ if __name__ == "__main__":
             shown["lines"] = kernel.asm.get("ttir", "").count("\n")
             products = [line for line in kernel.asm["ptx"].splitlines() if "wgmma.mma" in line]
             shown["products"] = len(products)
+            shown["prefetches"] = kernel.asm["ptx"].count("prefetch.global.L2")
             # those that read their left operand transposed
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

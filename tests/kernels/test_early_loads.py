@@ -28,6 +28,8 @@ _OUTSIDE = "a box outside of a: nothing is read"
 _NOWHERE = "a box outside of the tensor: nothing is read"
 _ROUTED = "gate_up waited for the routing before it let this kernel start"
 _BEFORE = "gate_up waited for what wrote it, and w2's kernel for gate_up, before this one started"
+_EXPECTED = "only L2 is asked for what follows from it, and no kernel ahead uses the memory"
+_ADDED = "complete before the kernel ahead, which waited before it let this one start"
 # (kernel, function that loads, pointer or descriptor) -> why it may come before the wait
 ALLOWED = {
     ("attention.triton._decode_attention_kernel", "_tokens", "seq_lens"): _TABLE,
@@ -64,6 +66,8 @@ ALLOWED = {
     ("moe.combine_norm._combine_norm_kernel", "_slots", "summands"): _BEFORE,
     ("moe.combine_norm._combine_norm_kernel", "_combine_norm_kernel", "residual"): _BEFORE,
     ("moe.combine_norm._combine_norm_kernel", "_combine_norm_kernel", "gain"): _WEIGHT,
+    ("moe.few._gate_up_few_kernel", "load_tile", "tile"): _EXPECTED,
+    ("moe.few._gate_up_few_kernel", "_keys", "logits"): _EXPECTED,
     ("moe.few._down_few_kernel", "load_tile", "tile"): _ROUTED,
     ("moe.few._down_few_kernel", "_keys", "logits"): _ROUTED,
     ("moe.few._down_few_kernel", "request", "desc"): _WEIGHT,
@@ -91,6 +95,13 @@ ALLOWED = {
         "_add_rms_norm_router_kernel",
         "weight",
     ): _WEIGHT,
+    (
+        "moe.router_norm._add_rms_norm_router_kernel",
+        "_add_rms_norm_router_kernel",
+        "residual",
+    ): _ADDED,
+    ("moe.router_norm._add_rms_norm_router_kernel", "_store_logits", "gate_bias"): _WEIGHT,
+    ("moe.router_norm._add_rms_norm_router_kernel", "_store_logits", "target"): _EXPECTED,
 }
 # programs that end without a wait; another program of the same launch waits
 RETURNS = {

@@ -68,6 +68,20 @@ def test_a_program_fits_a_multiprocessor(case, compiled):
         assert kernel["stack"] <= most and kernel["lines"] <= MOST_LINES, kernel
 
 
+@pytest.mark.parametrize(
+    ("case", "kernel", "prefetches"),
+    [
+        # each thread: an expert's line, a line of the expected expert
+        ("experts 1", "_gate_up_few_kernel", 2),
+        # a line of the weights and of the scale words of its tile, one of the next wave's weights
+        ("experts 8", "_gate_up_kernel", 3),
+    ],
+)
+def test_w13_asks_for_weights_of_few_tokens_early(case, kernel, prefetches, compiled):
+    (found,) = [each for each in compiled[case] if each["name"] == kernel]
+    assert found["prefetches"] == prefetches
+
+
 @pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])
 def test_large_batches_read_keys_and_values_once(case, compiled):
     """64 rows times 16 columns at a time; as many programs as the rule says fit."""

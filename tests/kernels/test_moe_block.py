@@ -8,7 +8,8 @@ import torch
 from moe_layer import Layer
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.moe.config import ExpertShape, choose_config
+from oss_fused.kernels.launch import runs_gluon
+from oss_fused.kernels.moe.config import SHARED_ROWS, ExpertShape, choose_config
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
@@ -29,11 +30,15 @@ class Block:
     def random(self, *shape):
         return torch.randn(*shape).to(self.device, self.dtype)
 
-    def run(self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1, bf16_rows=0):
+    def run(
+        self, backend, x, residual, scale=None, top_k=4, renormalize=True, fp8=-1, bf16_rows=0,
+        prefetch=False,
+    ):  # fmt: skip
         return get_kernel(backend, "norm_moe_norm")(
             x, residual, self.gain, EPS, self.gate, self.gate_bias,
             *self.layer.packed13, self.layer.b13, *self.layer.packed2, self.layer.b2,
-            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals, False, bf16_rows,
+            top_k, renormalize, fp8, self.next_gain, EPS, scale, self.arrivals, prefetch,
+            bf16_rows,
         )  # fmt: skip
 
 
@@ -71,6 +76,30 @@ def test_it_computes_what_the_operators_in_turn_do(device, tokens, static):
     assert [t.dtype for t in actual] == [t.dtype for t in expected]
     assert_close(actual, expected)
     assert not block.arrivals.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [12, 64])
+def test_expected_experts_change_no_result(device, experts):
+    """Nor does what their scratch holds: each program finds an expert in NaN, too."""
+    if not runs_gluon(device):
+        pytest.skip("needs a Hopper GPU and Gluon")
+    block = Block(1344, 96, experts, device, seed=experts)
+    x, residual = block.random(1, 1344), block.random(1, 1344)
+    plain = block.run("triton", x, residual, prefetch=True)
+    block.arrivals = torch.zeros(SHARED_ROWS + experts, dtype=torch.int32, device=device)
+    scratch = block.arrivals[SHARED_ROWS:].view(torch.float32).fill_(float("nan"))
+    for _ in range(3):
+        again = block.run("triton", x, residual, prefetch=True)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(again, plain))
+    assert not block.arrivals[:SHARED_ROWS].any()
+    norm = (residual, None, block.gain, EPS, block.gate, block.gate_bias)
+    logits = get_kernel("torch", "add_rms_norm_router")(*norm)[2][0].float()
+    torch.testing.assert_close(scratch, logits, rtol=2**-7, atol=0.05)
+    scratch.fill_(float("nan"))
+    unvouched = block.run("triton", x, residual)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(unvouched, plain))
+    assert scratch.isnan().all()
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

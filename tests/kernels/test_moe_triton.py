@@ -27,7 +27,12 @@ from oss_fused.kernels.moe.config import (
 from oss_fused.kernels.op import get_kernel
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from oss_fused.kernels.moe import triton as moe_triton
+from oss_fused.kernels.moe.gemm import Product
+from oss_fused.kernels.moe.group import first_group, group_of_next_wave, of_group
 from oss_fused.kernels.moe.triton import down, encode, gate_up
 
 
@@ -154,6 +159,41 @@ def test_w2_of_few_pairs_fills_whole_waves(shape, tokens, tile):
 )
 def test_w13_of_few_pairs_fills_whole_waves(shape, tokens, tile):
     assert choose_config(tokens, shape, False, True).gate_up == tile
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wave"),
+    [(2, 0), (3, 528), (4, 660), (5, 528), (8, 528), (16, 528), (17, 0), (32, 0), (48, 0)],
+)
+def test_w13_asks_for_the_next_wave_as_long_as_that_is_faster(tokens, wave):
+    assert choose_config(tokens, B20, False, True).next_wave == wave
+    assert choose_config(tokens, B20, True, True).next_wave == 0
+
+
+@triton.jit
+def _groups_kernel(weight, tiles, own, ahead, WAVE: tl.constexpr, P: tl.constexpr):
+    """Offsets of each program's weights, and of those of the program WAVE places behind, or -1."""
+    at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    expert = tl.load(tiles + tl.program_id(1) * 3).to(tl.int64)
+    packed, _ = of_group(weight, weight, expert, first_group(P), P)
+    tl.store(own + at, tl.where(expert >= 0, packed.to(tl.int64) - weight.to(tl.int64), -1))
+    packed, runs = group_of_next_wave(weight, tiles, WAVE, P)
+    tl.store(ahead + at, tl.where(runs, packed.to(tl.int64) - weight.to(tl.int64), -1))
+
+
+@pytest.mark.parametrize(("groups", "wave"), [(1, 7), (2, 4), (2, 11), (1, 60)])
+def test_the_weights_of_the_next_wave(device, groups, wave):
+    """An odd number of groups, of which the last is computed twice; two tiles have no expert."""
+    experts, rows, hidden = 6, 9 * 64, 128
+    weight = torch.zeros(experts, rows, hidden // 2, dtype=torch.uint8, device=device)
+    tiles = torch.tensor([[e, 0, 1] for e in (0, 2, 2, 5, -1, -1)], device=device).int()
+    product = Product(rows, hidden, 8, levels=2, groups=groups, mxfp4=True)
+    programs = (-(-9 // groups), len(tiles))
+    own, ahead = (torch.full((programs[0] * programs[1],), -2, device=device) for _ in range(2))
+    _groups_kernel[programs](weight, tiles, own, ahead, WAVE=wave, P=product)
+    nowhere = torch.full((min(wave, len(own)),), -1, device=device)
+    assert torch.equal(ahead, torch.cat((own[wave:], nowhere)))
+    assert own.max() == (5 * 9 + 9 - groups) * 64 * hidden // 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 
 import pytest
@@ -14,8 +15,9 @@ from oss_fused.kernels.op import get_kernel
 pytest.importorskip("triton")
 from oss_fused.kernels.moe import config
 from oss_fused.kernels.moe import router as router_module
-from oss_fused.kernels.moe.encode import encode_rows
+from oss_fused.kernels.moe.encode import empty_codes, encode_rows
 from oss_fused.kernels.moe.router import route
+from oss_fused.kernels.moe.router_norm import add_rms_norm_router
 
 reference = get_kernel("torch", "moe_route")
 
@@ -283,6 +285,27 @@ def test_norm_and_router_in_one_launch(device, backend, tokens):
         torch.testing.assert_close(normed, expected, rtol=2**-7, atol=0)
         plain = normed.float() @ gate.float().T + (0 if shift is None else shift.float())
         torch.testing.assert_close(logits.float(), plain, rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize(("experts", "biased"), [(10, True), (32, False), (64, True)])
+def test_expected_logits_are_those_of_the_residual_alone(device, experts, biased):
+    torch.manual_seed(experts)
+    hidden = 160
+    x, residual = torch.randn(2, 1, hidden, device=device).bfloat16()
+    gain = torch.randn(hidden, device=device).bfloat16()
+    gate = torch.randn(experts, hidden, device=device).bfloat16()
+    bias = torch.randn(experts, device=device).bfloat16() if biased else None
+    # what lies behind them stays
+    scratch = torch.full((experts + 1,), 7.0, device=device)
+    layer = {"weight": gain, "eps": 1e-5, "gate": gate, "gate_bias": bias}
+    router = functools.partial(add_rms_norm_router, **layer)
+    plain = router(x, residual, prefetch_weights=True)
+    coded = empty_codes(x, 1, 2)
+    found = router(x, residual, prefetch_weights=True, codes=coded, expected=scratch[:experts])
+    assert all(torch.equal(a, b) for a, b in zip(found, plain))
+    _, _, expected = router(residual, None)
+    assert torch.equal(scratch[:experts], expected[0].float()) and scratch[-1] == 7
+    assert not torch.equal(expected, found[2])
 
 
 def test_norm_and_router_refuse_what_does_not_fit(device):

@@ -191,7 +191,8 @@ def test_what_a_step_remembers(timed, monkeypatch):
     runner.timed = timed
     runner.timer, runner.model_state = Timer(), SimpleNamespace()
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, *args, **options: args)
-    monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: "batch")
+    batch = SimpleNamespace(logits_indices=torch.arange(2), num_tokens=9, num_reqs=2)
+    monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: batch)
     monkeypatch.setattr(GPUModelRunner, "prepare_attn", lambda self, batch: ("tables", "slots"))
     monkeypatch.setattr(module, "sampled_rows", lambda *arguments: arguments)
     runner.execute_model(SimpleNamespace(burst=5))
@@ -202,14 +203,45 @@ def test_what_a_step_remembers(timed, monkeypatch):
     assert runner.model_state.decodes is False
     for uniform in (1, None, 4):
         graph = SimpleNamespace(uniform_token_count=uniform, cg_mode="mode")
-        assert runner.prepare_inputs(1, 2, graph, 0) == "batch" and runner._desc is graph
+        assert runner.prepare_inputs(1, 2, graph, 0) is batch and runner._desc is graph
         assert runner.model_state.decodes is (uniform is not None)
-        assert runner.model_state.sampled == (runner, "batch", "mode")
+        assert runner.model_state.sampled == (runner, batch, "mode")
     # a step without inputs, as vLLM's warm-up runs
     runner.execute_model(SimpleNamespace())
     assert runner.model_state.sampled is None
     assert runner.prepare_attn(None) == (runner._tables, runner._slots) == ("tables", "slots")
     assert runner.timer.told == ["start"] * timed
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "requests", "copied"),
+    [
+        ([0, 1, 2], 3, 3, False),
+        ([0], 1, 1, False),
+        # a prompt's part; drafts; a model that samples nothing
+        ([0, 4], 5, 2, True),
+        ([0, 1, 2, 3], 4, 2, True),
+        ([], 2, 2, True),
+    ],
+)
+def test_hidden_states_of_single_tokens_are_not_copied(rows, tokens, requests, copied, monkeypatch):
+    runner = BurstRunner.__new__(BurstRunner)
+    runner.model_state = SimpleNamespace()
+    batch = SimpleNamespace(logits_indices=torch.tensor(rows, dtype=torch.int64))
+    batch.num_tokens, batch.num_reqs = tokens, requests
+    monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda self, *args: batch)
+    asked = []
+    monkeypatch.setattr(
+        module, "sampled_rows", lambda runner, batch, mode: asked.append(batch.logits_indices)
+    )
+    graph = SimpleNamespace(uniform_token_count=1, cg_mode="mode")
+    # with padding, as a graph has it
+    hidden = torch.randn(8, 4)
+    found = hidden[runner.prepare_inputs(1, 2, graph, 0).logits_indices]
+    assert torch.equal(found, hidden[rows])
+    assert (found.data_ptr() != hidden.data_ptr()) == copied
+    # the last layer takes the rows as vLLM made them
+    assert isinstance(asked[0], torch.Tensor)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,29 @@ import torch
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
 from oss_fused.kernels.moe.combine_norm import Summands, combine_norm
-from oss_fused.kernels.moe.config import ExpertShape, choose_config, is_unrouted
+from oss_fused.kernels.moe.config import (
+    SHARED_ROWS,
+    ExpertShape,
+    choose_config,
+    is_unrouted,
+    takes_few_gate_up,
+)
 from oss_fused.kernels.moe.encode import empty_codes
 from oss_fused.kernels.moe.place import unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router_norm import add_rms_norm_router
 from oss_fused.kernels.moe.triton import down, encode, gate_up, runs_gluon_products
 from oss_fused.kernels.norm.triton import add_rms_norm_quant
+
+
+def _expected_logits(arrivals: torch.Tensor, experts: int) -> torch.Tensor | None:
+    """Float32 scratch [experts] behind the counters, where there is room.
+
+    It is written before the kernel ahead has ended, so new memory, which that one may still read,
+    would not do.
+    """
+    scratch = arrivals[SHARED_ROWS : SHARED_ROWS + experts]
+    return scratch.view(torch.float32) if scratch.shape[0] == experts else None
 
 
 def norm_moe_norm(
@@ -57,8 +73,10 @@ def norm_moe_norm(
     norm = (x, residual, weight, eps, gate, gate_bias, prefetch_weights)
     if is_unrouted(tokens, experts):
         coded = empty_codes(x, 1, levels)
-        _, residual, logits = add_rms_norm_router(*norm, coded)
-        routing = unrouted(logits, coded.codes, coded.scale)
+        asks = prefetch_weights and takes_few_gate_up(config, tokens, hidden, experts)
+        expected = _expected_logits(arrivals, experts) if asks else None
+        _, residual, logits = add_rms_norm_router(*norm, coded, expected)
+        routing = unrouted(logits, coded.codes, coded.scale, expected)
     else:
         normed, residual, logits = add_rms_norm_router(*norm)
         routing = encode(normed, logits, top_k, renormalize, None, experts, levels, config)

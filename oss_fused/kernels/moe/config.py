@@ -25,6 +25,8 @@ _FEW_GATE_UP, _FEW_DOWN = 2, 4
 _TOUCHED = 64
 # pairs, and so tokens, up to which w2 runs in shares of K: several programs then add up a token
 SHARED_ROWS = 16
+# int32 entries that a block's kernels use as scratch: arrivals, and one token's expected logits
+SCRATCH = SHARED_ROWS + _TOUCHED
 # elements [tokens, experts] that one routing program ranks in one piece, also where the launch
 # encodes x; there twice as many for up to 128 tokens (measured on an H200)
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
@@ -35,6 +37,9 @@ _PLACED_WITH_CODES = 768
 _MULTIPROCESSORS, _MARGIN = 132, 1.02
 # columns from which on w2's programs are long enough for that (measured at 2880; not so at 1440)
 _LONG = 2048
+# tokens up to which a program of w13 asks L2 for the weights of one of the next wave: at 16 a layer
+# is 0.4 us faster, at 32 as much slower (measured on an H200)
+_NEXT_WAVE = 16
 # w13's programs in all, above which a fifth stage costs more than it saves (measured on an H200)
 _FIVE_STAGES = 5000
 
@@ -66,7 +71,8 @@ class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
     whether the kernels for many tokens, for tens of tokens an expert, or for few tokens run;
     of many tokens, whether an expert has few tiles; of tens of tokens, whether tiles of few tokens
-    take fewer columns.
+    take fewer columns; of few tokens, how many programs of w13 run at once if each asks L2 for
+    weights of the next wave (0: none does).
     """
 
     rows: int
@@ -78,6 +84,7 @@ class MoEConfig:
     few: bool = False
     few_tiles: bool = False
     narrow: bool = False
+    next_wave: int = 0
 
     @property
     def sorted_codes(self) -> bool:
@@ -113,13 +120,14 @@ def choose_config(tokens: int, shape: ExpertShape, fp8: bool, gluon: bool = Fals
         # few programs in all: long steps for w13, shares of K for w2, one step each if that is
         # enough for K (then its weights are on their way before the kernel waits for w13)
         gate_up = _gate_up_tile(tokens, shape)
+        wave = _programs_at_once(gate_up.stages) if tokens <= _NEXT_WAVE else 0
         if pairs <= 8:
             down = Tile(1, 4, 3, shares=_shares(6, 4, shape.inter))
             return MoEConfig(8, gate_up, down, True, few=gluon)
         if pairs <= SHARED_ROWS:
             down = Tile(1, 1, 4, shares=_shares(4, 1, shape.inter))
-            return MoEConfig(8, gate_up, down, True, few=gluon)
-        return MoEConfig(8, gate_up, _down_tile(tokens, shape), True)
+            return MoEConfig(8, gate_up, down, True, few=gluon, next_wave=wave)
+        return MoEConfig(8, gate_up, _down_tile(tokens, shape), True, next_wave=wave)
     if mean <= 12:
         down = Tile(1, 2, 3) if shape.inter >= _LONG else single
         return MoEConfig(16, wide, down, promote=True)
@@ -140,6 +148,11 @@ def _chosen(tokens: int, shape: ExpertShape) -> float:
     return shape.experts * float(1 - left_out**tokens)
 
 
+def _programs_at_once(stages: int) -> int:
+    """Of w13's tile for few pairs: 5, 4, 3 programs of 4, 5, 6 stages fit a multiprocessor."""
+    return (9 - stages) * _MULTIPROCESSORS
+
+
 def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
     """w13's tile where an expert gets few pairs. More stages: fewer programs at once."""
     programs = _chosen(tokens, shape) * (shape.inter // 32)
@@ -151,8 +164,7 @@ def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
         return Tile(1, 2, 5)
 
     def fill(stages: int) -> float:
-        # 5, 4 and 3 programs of 4, 5 and 6 stages fit a multiprocessor
-        waves = programs / ((9 - stages) * _MULTIPROCESSORS)
+        waves = programs / _programs_at_once(stages)
         return waves / ceil(_MARGIN * waves)
 
     return Tile(1, 2, max((4, 5, 6), key=fill))

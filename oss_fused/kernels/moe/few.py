@@ -3,7 +3,8 @@
 
 A CTA of four warps takes 64 weight rows of one expert; of w2, a share of K. w13's CTAs wait for the
 choice of experts. Before that they touch each expert's weights once, so that the translation of
-their addresses is at hand. w2's CTAs start while w13 runs, ask for all of their weights and then
+their addresses is at hand, and of one token ask L2 for the first weights of the expert that they
+expect. w2's CTAs start while w13 runs, ask for all of their weights and then
 wait for it. moe/few_tile.py has the pieces.
 """
 
@@ -62,6 +63,18 @@ def _touch(weight, words, EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexp
     group = gl.minimum(lane % 64, EXPERTS - 1).to(gl.int64) * (N // 64) + gl.program_id(0)
     packed = (weight + group * (8 * K)).to(gl.int64)
     prefetch_line(gl.where(lane < 64, packed, (words + group * (CHUNKS * 64)).to(gl.int64)))
+
+
+@gluon.jit
+def _prefetch_expected(weight, expected, EXPERTS: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
+    """Ask L2 for the first 16 KB of this program's weights if the logits ``expected`` hold.
+
+    More bytes keep the router and the weights of the kernel ahead waiting.
+    """
+    expert, _, _ = load_tile(expected, EXPERTS)
+    packed = weight + (expert.to(gl.int64) * (N // 64) + gl.program_id(0)) * (8 * K)
+    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    prefetch_line((packed + gl.minimum(line, K // 4 - 1) * 32).to(gl.int64))
 
 
 @gluon.jit
@@ -144,6 +157,7 @@ def _gate_up_few_kernel(
     out,
     order,
     tiles,
+    expected,
     N: gl.constexpr,
     K: gl.constexpr,
     PER: gl.constexpr,
@@ -159,6 +173,9 @@ def _gate_up_few_kernel(
     buffers = make_buffers(desc, s_desc, SLOTS, (CHUNKS + PARTS - 1) // PARTS)
     group = gl.program_id(0)
     _touch(weight, words, TOUCHED, N, K)
+    wait_unless(expected is not None)
+    if expected is not None:
+        _prefetch_expected(weight, expected, EXPERTS, N, K)
     wait_for_inputs()
     # not before: the kernel that follows reads the tiles ahead of its own wait
     start_next()
@@ -297,6 +314,7 @@ def gate_up_few(
         out,
         routing.order,
         routing.tiles,
+        routing.expected,
         N=rows,
         K=inner,
         PER=tokens,

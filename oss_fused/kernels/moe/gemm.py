@@ -20,7 +20,13 @@ import triton.language as tl
 
 from oss_fused.kernels.launch import start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.choice import load_tile
-from oss_fused.kernels.moe.group import first_group, of_group, prefetch_group
+from oss_fused.kernels.moe.group import (
+    first_group,
+    group_of_next_wave,
+    of_group,
+    prefetch_first,
+    prefetch_group,
+)
 from oss_fused.kernels.moe.tile import (
     activation_position,
     dot_tile,
@@ -272,6 +278,7 @@ def _gate_up_kernel(
     P: tl.constexpr,
     EXPERTS: tl.constexpr = 0,
     PREFETCHED: tl.constexpr = 0,
+    WAVE: tl.constexpr = 0,
 ):
     """act(w13 @ x + bias) of sorted rows: e4m3 codes [P, levels, OP], or DTYPE [P, N/2]."""
     SPAN: tl.constexpr = 32 * P.groups
@@ -285,6 +292,8 @@ def _gate_up_kernel(
         return
     expert = expert.to(tl.int64)
     group = first_group(P)
+    if WAVE > 0:
+        ahead, runs = group_of_next_wave(weight, tiles, WAVE, P)
     weight, weight_scale = of_group(weight, weight_scale, expert, group, P)
     position = begin + tl.arange(0, P.rows)
     mask = tl.arange(0, P.rows) < count
@@ -306,6 +315,10 @@ def _gate_up_kernel(
         q = tl.arange(0, 64)
         rows = group * 64 + 2 * (q // 16 * 8 + q % 8) + q // 8 % 2
         acc = _fp8_products(x, weight, rows, token, mask, P)
+    # behind the products: earlier, these bytes keep this program's own waiting
+    if WAVE > 0:  # noqa: SIM102
+        if runs:
+            prefetch_first(ahead, P)
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
     pairs = acc.reshape(P.groups, 4, 2, 8, P.rows).permute(0, 1, 3, 4, 2).reshape(SPAN, P.rows, 2)
     gate, up = pairs.split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Row groups of an expert's weight: which is a program's, where it begins, its first bytes early.
+"""Row groups of an expert's weight: which is a program's, where it begins, first bytes early.
 
 P is moe/gemm.py's Product.
 """
@@ -11,8 +11,8 @@ import triton.language as tl
 
 from oss_fused.kernels.launch import prefetch_line
 
-# programs that run at once on an H200, and what each asks L2 for before routing has ended: the
-# first 16 KB of its weights, 4 KB of scale words; more was not faster
+# programs that run at once on an H200, and what each asks L2 for: the first 16 KB of weights, and
+# before routing has ended 4 KB of scale words; more was not faster
 _PREFETCHING = tl.constexpr(528)
 _WEIGHT_LINES, _WORD_LINES = tl.constexpr(128), tl.constexpr(32)
 
@@ -36,6 +36,13 @@ def of_group(weight, weight_scale, expert, group, P: tl.constexpr):
 
 
 @triton.jit
+def prefetch_first(packed, P: tl.constexpr):
+    """Ask L2 for the first weights of a group, in lines of 128 bytes."""
+    lines = tl.arange(0, _WEIGHT_LINES)
+    prefetch_line(packed + tl.minimum(lines, P.k // 4 - 1) * 128)
+
+
+@triton.jit
 def prefetch_group(weight, weight_scale, EXPERTS: tl.constexpr, P: tl.constexpr):
     """Ask L2 for the first weights of this program if tile ``i`` is expert ``i``'s.
 
@@ -45,8 +52,22 @@ def prefetch_group(weight, weight_scale, EXPERTS: tl.constexpr, P: tl.constexpr)
     expert = tl.program_id(1)
     if (expert < EXPERTS) & (expert * tl.num_programs(0) + tl.program_id(0) < _PREFETCHING):
         packed, words = of_group(weight, weight_scale, expert.to(tl.int64), first_group(P), P)
-        # lines of 128 bytes
-        lines = tl.arange(0, _WEIGHT_LINES)
-        prefetch_line(packed + tl.minimum(lines, P.k // 4 - 1) * 128)
+        prefetch_first(packed, P)
         lines = tl.arange(0, _WORD_LINES)
         prefetch_line(words + tl.minimum(lines, (P.k + 127) // 128 * 2 - 1) * 32)
+
+
+@triton.jit
+def group_of_next_wave(weight, tiles, WAVE: tl.constexpr, P: tl.constexpr):
+    """Weights of the program ``WAVE`` places behind this one, and whether there is such a program.
+
+    ``tiles``: as of Routing.
+    """
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + WAVE
+    tile = program // tl.num_programs(0)
+    expert = -1
+    if tile < tl.num_programs(1):
+        expert = tl.load(tiles + tile * 3)
+    first = tl.minimum(program % tl.num_programs(0) * P.groups, (P.n + 63) // 64 - P.groups)
+    packed, _ = of_group(weight, weight, tl.maximum(expert, 0).to(tl.int64), first, P)
+    return packed, expert >= 0

@@ -36,7 +36,8 @@ class Routing(NamedTuple):
     scale [T] float32 are x, or None where no x was given.
 
     One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
-    and ids, order, place and progress are None.
+    and ids, order, place and progress are None. expected [G] are the logits that its residual alone
+    has, or None (moe/router_norm.py).
     """
 
     topk_weights: torch.Tensor
@@ -47,11 +48,17 @@ class Routing(NamedTuple):
     progress: Any
     codes: torch.Tensor | None
     scale: torch.Tensor | None
+    expected: torch.Tensor | None = None
 
 
-def unrouted(logits: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> Routing:
+def unrouted(
+    logits: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    expected: torch.Tensor | None = None,
+) -> Routing:
     """One token with its ``logits`` [1, G], whose experts the products find themselves."""
-    return Routing(logits, None, None, None, logits, None, codes, scale)
+    return Routing(logits, None, None, None, logits, None, codes, scale, expected)
 
 
 class Shape(NamedTuple):

@@ -6,6 +6,9 @@ allows it before it waits for the kernel that makes x, computes the norm of the 
 of a token repeat that: the row is 12 KB of L2) and its experts' logits. Above a few tokens
 repeating costs more than a second launch: then the norm is this kernel without experts, and the
 product is PyTorch's.
+
+Attention adds little to the residual, so the experts that the residual alone chooses are mostly
+those of the sum. Their logits are ready before x is, and w13's kernel asks for first weights then.
 """
 
 from __future__ import annotations
@@ -23,6 +26,21 @@ from oss_fused.kernels.numerics import round_to
 
 
 @triton.jit
+def _normed(hidden, gain, H: tl.constexpr, eps, dtype: tl.constexpr):
+    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / H + eps)
+    return round_to(round_to(hidden * rstd, dtype).to(tl.float32) * gain, dtype)
+
+
+@triton.jit
+def _store_logits(target, y, of_gate, gate_bias, expert, live, dtype: tl.constexpr):
+    """Logits of a program's experts for the normed row ``y``."""
+    logit = tl.sum(of_gate.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+    if gate_bias is not None:
+        logit += tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
+    tl.store(target + expert, round_to(logit, dtype), mask=live)
+
+
+@triton.jit
 def _add_rms_norm_router_kernel(
     x,
     residual,
@@ -32,6 +50,7 @@ def _add_rms_norm_router_kernel(
     normed,
     residual_out,
     logits,
+    expected,
     rows,
     eps,
     H: tl.constexpr,
@@ -53,23 +72,24 @@ def _add_rms_norm_router_kernel(
         live = expert < EXPERTS
         gate_mask = live[:, None] & mask[None, :]
         of_gate = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
+    if expected is not None:
+        before = tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
+        y = _normed(before, gain, H, eps, dtype)
+        _store_logits(expected, y, of_gate, gate_bias, expert, live, dtype)
+    # not before: the kernel that follows reads what is expected ahead of its own wait
     start_next()
     wait_for_inputs()
     hidden = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         hidden += tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
         hidden = round_to(hidden, dtype).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(hidden * hidden, 0) / H + eps)
-    y = round_to(round_to(hidden * rstd, dtype).to(tl.float32) * gain, dtype)
+    y = _normed(hidden, gain, H, eps, dtype)
     if part == 0:
         tl.store(residual_out + row + column, hidden.to(dtype), mask=mask)
         tl.store(normed + row + column, y, mask=mask)
     if gate is not None:
-        logit = tl.sum(of_gate.to(tl.float32) * y.to(tl.float32)[None, :], 1)
-        if gate_bias is not None:
-            logit += tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
-        target = logits + tl.program_id(0).to(tl.int64) * EXPERTS + expert
-        tl.store(target, round_to(logit, dtype), mask=live)
+        target = logits + tl.program_id(0).to(tl.int64) * EXPERTS
+        _store_logits(target, y, of_gate, gate_bias, expert, live, dtype)
     # the outer branch is decided when the kernel is compiled
     if rows.codes is not None:  # noqa: SIM102
         if part == tl.num_programs(1) - 1:
@@ -85,10 +105,12 @@ def add_rms_norm_router(
     gate_bias: torch.Tensor | None,
     prefetch_weights: bool = False,
     codes: Encoded = NO_CODES,
+    expected: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normed rows, new residual and router logits; see kernels/moe for the contract.
 
-    ``codes`` (of few tokens) are filled with the normed rows.
+    ``codes`` (of few tokens) are filled with the normed rows, ``expected`` [E] (of one token, with
+    ``prefetch_weights``) with the logits of the residual alone.
     """
     tokens, hidden = x.shape
     experts = gate.shape[0]
@@ -112,6 +134,7 @@ def add_rms_norm_router(
             normed,
             residual_out,
             logits,
+            expected,
             codes._replace(x=None),
             eps,
             H=hidden,

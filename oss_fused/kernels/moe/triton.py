@@ -208,6 +208,7 @@ def gate_up(
         P=product,
         EXPERTS=chosen,
         PREFETCHED=0 if chosen else w13.shape[0],
+        WAVE=0 if chosen else config.next_wave,
         num_warps=4 * product.warpgroups,
         **pdl_options(w13.device),
     )

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.levels import has_two_levels
-from oss_fused.kernels.moe.config import SHARED_ROWS, router_part
+from oss_fused.kernels.moe.config import SCRATCH, router_part
 from oss_fused.layers.vllm.experts.choice import router_joins_norm
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.linear import LevelledActivation, bf16_rows_of
@@ -55,7 +55,7 @@ def join_blocks(
         return
     device = next(model.parameters()).device
     # one buffer for all layers: their launches follow one another on one stream
-    arrivals = torch.zeros(SHARED_ROWS, dtype=torch.int32, device=device)
+    arrivals = torch.zeros(SCRATCH, dtype=torch.int32, device=device)
     for block, after in itertools.pairwise(found):
         block.following = Following(after.input_layernorm, after.attn.qkv_proj)
         # sleep at level 2 keeps buffers alone
