@@ -55,6 +55,7 @@ class BurstRunner(GPUModelRunner):
         """
         adopt_head_attention(self)
         super().initialize_kv_cache(*args, **options)
+        self.model_state.graphs = self.cudagraph_manager
         use_whole_graphs(self)
         pick_from_own_vocabulary(self.speculator)
         draft_in_one_graph(self)

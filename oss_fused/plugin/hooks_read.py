@@ -159,7 +159,7 @@ READ = {
     f"{_GRAPHS}:CudaGraphManager": (
         "_candidates _capture_descs cudagraph_mode graphs max_num_reqs pool vllm_config"
     ),
-    f"{_GRAPHS}:ModelCudaGraphManager": "aux_hidden_states capture dispatch",
+    f"{_GRAPHS}:ModelCudaGraphManager": "aux_hidden_states capture dispatch hidden_states",
     f"{_WORKER}.input_batch:InputBatch": (
         "cu_num_logits expanded_idx_mapping expanded_local_pos has_prefill idx_mapping "
         "idx_mapping_np input_ids is_prefilling_np logits_indices num_draft_tokens num_reqs "

@@ -84,7 +84,7 @@ def test_expected_experts_change_no_result(device, experts):
     """Nor does what their scratch holds: each program finds an expert in NaN, too."""
     if not runs_gluon(device):
         pytest.skip("needs a Hopper GPU and Gluon")
-    block = Block(1344, 96, experts, device, seed=experts)
+    block = Block(1344, 160, experts, device, seed=experts)
     x, residual = block.random(1, 1344), block.random(1, 1344)
     plain = block.run("triton", x, residual, prefetch=True)
     block.arrivals = torch.zeros(SHARED_ROWS + experts, dtype=torch.int32, device=device)

@@ -336,6 +336,8 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
         runner.initialize_kv_cache("cache")
     finally:
         set_observer(None)
+    # whose output the head's graphs read
+    assert runner.model_state.graphs is runner.cudagraph_manager
     # the head's attention is chosen before vLLM asks it about its cache, the rest after
     assert asked[:2] == [("adopt_head_attention", runner), "cache"]
     assert sorted(asked[2:], key=str) == sorted(

@@ -16,7 +16,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm import lm_head
+from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
+from oss_fused.plugin import model_state as module
 from oss_fused.plugin.model_state import OssModelState, OssSampler
 
 
@@ -217,6 +219,39 @@ def test_logprobs_are_vllms(monkeypatch):
     assert sampler(torch.zeros(2, 2), _batch()) == "vLLM's"
 
 
+@pytest.mark.parametrize("graphs", [None, SimpleNamespace(hidden_states=torch.ones(4, 2))])
+@pytest.mark.parametrize(
+    ("ranks", "adapters", "quantised"), [(1, 0, 1), (2, 0, 1), (1, 1, 1), (1, 0, 0)]
+)
+def test_the_head_is_recorded_behind_the_models_graphs(
+    graphs, ranks, adapters, quantised, monkeypatch
+):
+    asked, inner = [], []
+    monkeypatch.setattr(
+        DefaultModelState, "capture_inner_cudagraphs", lambda self, *args: inner.append(args)
+    )
+    monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+    state = OssModelState.__new__(OssModelState)
+    method = OssFp8LinearMethod.__new__(OssFp8LinearMethod) if quantised else object()
+    state.model = SimpleNamespace(
+        lm_head=SimpleNamespace(quant_method=method),
+        run_head="the head",
+        head_graphs=SimpleNamespace(capture=lambda *args: asked.append(args)),
+    )
+    state.vllm_config = SimpleNamespace(
+        lora_config=adapters or None,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+    )
+    state.model_config = SimpleNamespace(get_hidden_size=lambda: 2)
+    state.dtype, state.device, state.graphs = torch.bfloat16, torch.device("cpu"), graphs
+    state.capture_inner_cudagraphs("buffers")
+    assert inner == [("buffers",)]
+    assert len(asked) == (ranks == 1 and not adapters and quantised)
+    for head, sizes, like, written in asked:
+        assert (head, sizes, like.shape, like.dtype) == ("the head", [1, 2], (0, 2), torch.bfloat16)
+        assert written is getattr(graphs, "hidden_states", None)
+
+
 def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     replayed = []
     monkeypatch.setattr(lm_head, "recording", contextlib.nullcontext)
@@ -237,6 +272,20 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     assert replayed == [1] and not heads
     assert graphs._graphs[3] is graphs._graphs[4] and graphs._graphs[2] is graphs._graphs[1]
     assert graphs._graphs[3][1][:3].eq(1).all()
+    # of other hidden states than those that the model's graphs leave a copy is read
+    written = torch.full((4, 4), 5.0)
+    graphs.capture(head, [8, 2, 64, 4], torch.empty(0, 4), written)
+    graphs(head, torch.ones(3, 4))
+    assert graphs._graphs[3][1][:3].eq(1).all() and written.eq(5).all()
+    graphs._graphs[3][1].zero_()
+    heads.clear()
+    assert graphs(head, written[:3]).eq(10).all() and replayed == [1] * 3 and not heads
+    assert graphs._graphs[3][1].eq(0).all()
+    # the graph of eight rows would read behind the end of these
+    assert graphs._behind.keys() == {1, 2, 3, 4}
+    # a part that begins elsewhere
+    graphs(head, written[1:3])
+    assert graphs._graphs[2][1].eq(5).all()
     # more rows than any graph, and an observer that wants to see the operators
     assert graphs(head, torch.ones(9, 4)).shape == (9, 4) and heads == [9]
     set_observer(lambda *_: None)

@@ -116,7 +116,8 @@ def add_rms_norm_router(
     experts = gate.shape[0]
     x, gate = x.contiguous(), gate.contiguous()
     normed, residual_out = torch.empty_like(x), torch.empty_like(x)
-    part = router_part(tokens, experts)
+    # what is expected is ready earlier with an expert a program (0.2 us of a layer on an H200)
+    part = router_part(tokens, experts) if expected is None else 1
     if tokens:
         logits = x.new_empty(tokens, experts)
         # whole chunks of codes
