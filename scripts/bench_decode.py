@@ -13,8 +13,8 @@ comparison:
 
 with SINGLE="--additional-config.oss_fused.burst 1": a profile shows single decode steps.
 An arm is NAME=[VARIABLE=VALUE ...] MODEL [engine flags as of `vllm serve`]; the last is compared
-with the faster of the others, or of --baseline. The folder gets results.json, report.html,
-report.md with its charts, and profiles.json (every launch).
+with the faster of the others, or of --baseline. One arm alone is compared with none. The folder
+gets results.json, report.html, report.md with its charts, and profiles.json (every launch).
 
 Exit codes: 0 measured, 1 an engine failed (a baseline that does not start is left out), 2 bad
 arguments, 130 stopped by a signal.
@@ -125,8 +125,8 @@ def saved(parser: argparse.ArgumentParser, folder: Path) -> dict[str, Any]:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Arm]:
     """The arms; ends with a usage error where arguments make no sense."""
-    if len(args.arm) < 2 or not args.output:
-        parser.error("--arm (two or more) and --output are required (or --render)")
+    if not args.arm or not args.output:
+        parser.error("--arm and --output are required (or --render)")
     for name in ("batches", "contexts", "profile", "host"):
         values = getattr(args, name)
         if len(set(values)) != len(values) or any(value < 1 for value in values):
@@ -226,7 +226,7 @@ def write(
     """Condense ``results`` and write everything that follows from them."""
     settings = results["settings"]
     baselines = [name for name in settings["baselines"] if name in results["arms"]]
-    if not baselines:
+    if settings["baselines"] and not baselines:
         raise ValueError(f"none of {', '.join(settings['baselines'])} could be measured")
     if profiles is not None:
         results["profiles"] = [decode_profile.condense(profile) for profile in profiles]

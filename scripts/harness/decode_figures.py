@@ -50,14 +50,14 @@ def condense(
     Args:
         measurements: as ``run`` returns them.
         candidate: the arm that is compared.
-        baselines: arms of which the faster one counts, cell by cell.
+        baselines: arms of which the faster one counts, cell by cell; none: nothing is compared.
         profiles: of the arms, condensed.
 
     Returns:
         Per cell: "batch", "context", "steps", "arms": name -> {"ms": median over rounds of the
         rounds' medians, "min", "max" (of those medians), "p10", "p90" (of all samples),
-        "distinct", "left_out" (measurements), "steady"}, "baseline" (its name), "speedup" and its
-        lowest and highest over the rounds that count for both arms.
+        "distinct", "left_out" (measurements), "steady"}; with baselines also "baseline" (its
+        name), "speedup" and its lowest and highest over the rounds that count for both arms.
     """
     cells: dict[Cell, dict[str, dict[int, dict[str, Any]]]] = {}
     for row in measurements:
@@ -78,22 +78,21 @@ def condense(
             name: _figures(list(rounds.values())) | {"left_out": len(measured[name]) - len(rounds)}
             for name, rounds in arms.items()
         }
+        condensed.append({**asdict(cell), "arms": figures})
+        if not baselines:
+            continue
         best = min(baselines, key=lambda name: figures[name]["ms"])
         ratios = [
             statistics.median(arms[best][number]["ms"]) / statistics.median(row["ms"])
             for number, row in arms[candidate].items()
             if number in arms[best]
         ] or [figures[best]["ms"] / figures[candidate]["ms"]]
-        condensed.append(
-            {
-                **asdict(cell),
-                "arms": figures,
-                "baseline": best,
-                "speedup": figures[best]["ms"] / figures[candidate]["ms"],
-                "speedup_min": min(ratios),
-                "speedup_max": max(ratios),
-            }
-        )
+        condensed[-1] |= {
+            "baseline": best,
+            "speedup": figures[best]["ms"] / figures[candidate]["ms"],
+            "speedup_min": min(ratios),
+            "speedup_max": max(ratios),
+        }
     return condensed
 
 
@@ -117,6 +116,8 @@ def named_speedups(cells: Sequence[dict[str, Any]], model: str) -> dict[str, flo
     """``decode.<model>.speedup_b<batch>`` (the lowest of its contexts), ``prefill.<model>...``."""
     named: dict[str, float] = {}
     for cell in cells:
+        if "speedup" not in cell:
+            continue
         if cell["steps"]:
             name = f"decode.{model}.speedup_b{cell['batch']}"
         else:

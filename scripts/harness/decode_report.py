@@ -92,9 +92,13 @@ def _method(results: Mapping[str, Any]) -> str:
     text = (
         "One process per arm; all engines are up at once and are measured in turn, each load in up "
         f"to {1 + max(row['round'] for row in measured)} rounds. Milliseconds are medians over "
-        "rounds, in brackets the lowest and highest round. Speed-up: the time of the faster of "
-        f"{', '.join(settings['baselines'])} over that of {settings['candidate']}."
+        "rounds, in brackets the lowest and highest round."
     )
+    if settings["baselines"]:
+        text += (
+            f" Speed-up: the time of the faster of {', '.join(settings['baselines'])} over that of "
+            f"{settings['candidate']}."
+        )
     jump = "a step took more than twice the median, or less than half"
     if left_out:
         text += (
@@ -152,6 +156,8 @@ def _spread(figures: Mapping[str, float]) -> str:
 
 
 def _speedup(cell: Mapping[str, Any]) -> str:
+    if "speedup" not in cell:
+        return ""
     return f"{cell['speedup']:.2f} ({cell['speedup_min']:.2f}-{cell['speedup_max']:.2f})"
 
 
