@@ -9,12 +9,17 @@ kernels before the one ahead wrote, if the one ahead calls ``start_next`` after 
 Without that ``wait_unless`` waits above those loads. The cache is never read early: another
 sequence of the same step may be writing a block that this one shares (docs/kernels.md).
 
+One kernel writes before its wait: the norm with the router of one token, to scratch that is no
+kernel's operand. The kernel behind it reads that before its own wait. What it reads may be old: it
+only decides which weights L2 is asked for.
+
 A kernel that streams weights calls ``start_next`` after ``wait_for_inputs``, so that one such
 kernel at most fetches its weights beside the one that runs: when more pile up they compete (a layer
 of Llama-8B took 78 us so instead of 72 for one token). The small kernels between two of them
 (norms, attention, routing, quantisation) call it first: the next weights are on their way while
-they run. Attention with large heads calls it behind its first loads, the combination of several
-tokens' shares after its wait. docs/results/notes/decode.md has the times.
+they run. Attention with large heads calls it behind its first loads, the norm with the router of
+one token behind what it writes early, the combination of several tokens' shares after its wait.
+docs/results/notes/decode.md has the times.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import torch
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Record in ``graph`` what the block launches on the current device.
+
+    ``pool``: of graphs that never run at the same time, a handle of the memory that they share.
 
     PyTorch 2.11 leaves a capture that failed half open. Its random generator and its allocator then
     take a capture to be under way: ``empty_cache`` gives no memory back, and the destructor of a
@@ -21,7 +23,7 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     Raises:
         RuntimeError: something in the block cannot be recorded.
     """
-    pool = torch.cuda.graph_pool_handle()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
         with torch.cuda.graph(graph, pool=pool):
             yield

@@ -10,6 +10,7 @@ the device, and the ids go to the host once.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any, cast
 
@@ -55,7 +56,9 @@ class BurstRunner(GPUModelRunner):
         """
         adopt_head_attention(self)
         super().initialize_kv_cache(*args, **options)
-        self.model_state.graphs = self.cudagraph_manager
+        if self.cudagraph_manager is not None:
+            # vLLM drops the manager with which it has estimated the graphs' memory
+            self.model_state.graphs = weakref.ref(self.cudagraph_manager)
         use_whole_graphs(self)
         pick_from_own_vocabulary(self.speculator)
         draft_in_one_graph(self)

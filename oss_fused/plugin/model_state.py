@@ -70,12 +70,12 @@ class OssModelState(DefaultModelState):
         draft_may_ask: only an EAGLE draft model may, where it runs without a graph.
         decodes: a graph that is replayed holds decode steps only.
         sampled: the rows that the last decoder layer of the step computes; None: all.
-        graphs: vLLM's manager of the model's CUDA graphs, if it has any.
+        graphs: gives vLLM's manager of the model's CUDA graphs, None where there is none.
     """
 
     decodes = True
     sampled: torch.Tensor | None = None
-    graphs: Any = None
+    graphs: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, vllm_config: VllmConfig, *args: Any) -> None:
         """As DefaultModelState."""
@@ -139,7 +139,7 @@ class OssModelState(DefaultModelState):
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         like = torch.empty(0, self.model_config.get_hidden_size(), dtype=self.dtype)
         try:
-            written = getattr(self.graphs, "hidden_states", None)
+            written = getattr(self.graphs(), "hidden_states", None)
             model.head_graphs.capture(model.run_head, sizes, like.to(self.device), written)
         except RuntimeError as error:
             # slower, not wrong: batches without a graph run the head itself

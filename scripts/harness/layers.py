@@ -101,7 +101,7 @@ class Chain:
             layer["down"] = self._linear(shape.hidden, shape.inner, 1.0)
             return layer
         layer["qkv_bias"] = self._normal(shape.qkv_rows)
-        # attention adds little to the residual, as in a model: most experts are those expected
+        # attention adds a tenth of the residual: most experts are then those expected (moe.md)
         layer["output_bias"] = self._normal(shape.hidden) / 10
         layer["sinks"] = self._normal(shape.heads)
         layer["router"] = (self._normal(shape.experts, shape.hidden), self._normal(shape.experts))

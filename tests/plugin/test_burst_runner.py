@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,10 @@ class Timer:
         return [(2, 0.5)]
 
 
+class Graphs:
+    """Stands for vLLM's manager of CUDA graphs."""
+
+
 class Device:
     """Buffers of a runner, and a model whose state is a sum over what it was shown."""
 
@@ -63,9 +68,10 @@ class Device:
         runner._tables, runner._slots = "tables", "slots"
         self.asked, self.contexts, self.seen = [], [], []
         runner.model_state = SimpleNamespace(prepare_attn=self.prepare)
-        runner.cudagraph_manager = SimpleNamespace(
-            run_fullgraph=lambda desc: self.forward("graph"),
-            run_pw_graph=lambda model, inputs: self.forward("pieces", **inputs),
+        runner.cudagraph_manager = Graphs()
+        runner.cudagraph_manager.run_fullgraph = lambda desc: self.forward("graph")
+        runner.cudagraph_manager.run_pw_graph = lambda model, inputs: self.forward(
+            "pieces", **inputs
         )
         runner.model = lambda **inputs: self.forward("eager", **inputs)
         monkeypatch.setattr(GPUModelRunner, "sample", lambda runner, *args: self.sample(*args))
@@ -336,8 +342,11 @@ def test_what_bursts_launch_is_compiled_before_serving(monkeypatch):
         runner.initialize_kv_cache("cache")
     finally:
         set_observer(None)
-    # whose output the head's graphs read
-    assert runner.model_state.graphs is runner.cudagraph_manager
+    # whose output the head's graphs read; vLLM drops the one that estimates memory
+    assert runner.model_state.graphs() is runner.cudagraph_manager
+    runner.cudagraph_manager = None
+    gc.collect()
+    assert runner.model_state.graphs() is None
     # the head's attention is chosen before vLLM asks it about its cache, the rest after
     assert asked[:2] == [("adopt_head_attention", runner), "cache"]
     assert sorted(asked[2:], key=str) == sorted(

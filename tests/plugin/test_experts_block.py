@@ -13,6 +13,7 @@ from vllm.config.aux_output import AuxOutputConfig
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
+from oss_fused.kernels.moe.config import SHARED_ROWS
 from oss_fused.kernels.op import get_kernel
 from oss_fused.layers.vllm.decoder import OssTransformerBlock
 from oss_fused.layers.vllm.experts import block as joined
@@ -174,6 +175,14 @@ def test_experts_that_ranks_share_stay_apart(blocks, rank):
     blocks[0] = block(ONE_RANK | {rank: 2})
     joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert not joined.joins(blocks[0], torch.zeros(1, HIDDEN))
+
+
+def test_blocks_share_room_for_arrivals_and_the_logits_of_64_experts(blocks):
+    joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
+    scratch = blocks[0].oss_arrivals
+    # of two blocks the last one has none that follows
+    assert scratch.numel() >= SHARED_ROWS + 64 and not scratch.any()
+    assert not hasattr(blocks[1], "oss_arrivals")
 
 
 def test_what_else_keeps_blocks_apart(blocks):

@@ -219,7 +219,9 @@ def test_logprobs_are_vllms(monkeypatch):
     assert sampler(torch.zeros(2, 2), _batch()) == "vLLM's"
 
 
-@pytest.mark.parametrize("graphs", [None, SimpleNamespace(hidden_states=torch.ones(4, 2))])
+@pytest.mark.parametrize(
+    "graphs", ["unset", None, SimpleNamespace(hidden_states=None), SimpleNamespace(hidden_states=1)]
+)
 @pytest.mark.parametrize(
     ("ranks", "adapters", "quantised"), [(1, 0, 1), (2, 0, 1), (1, 1, 1), (1, 0, 0)]
 )
@@ -243,7 +245,9 @@ def test_the_head_is_recorded_behind_the_models_graphs(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
     )
     state.model_config = SimpleNamespace(get_hidden_size=lambda: 2)
-    state.dtype, state.device, state.graphs = torch.bfloat16, torch.device("cpu"), graphs
+    state.dtype, state.device = torch.bfloat16, torch.device("cpu")
+    if graphs != "unset":
+        state.graphs = lambda: graphs
     state.capture_inner_cudagraphs("buffers")
     assert inner == [("buffers",)]
     assert len(asked) == (ranks == 1 and not adapters and quantised)
@@ -254,7 +258,11 @@ def test_the_head_is_recorded_behind_the_models_graphs(
 
 def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     replayed = []
-    monkeypatch.setattr(lm_head, "recording", contextlib.nullcontext)
+    pools = []
+    monkeypatch.setattr(
+        lm_head, "recording", lambda graph, pool: contextlib.nullcontext(pools.append(pool))
+    )
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "shared")
     monkeypatch.setattr(
         torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replayed.append(1))
     )
@@ -283,13 +291,23 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     assert graphs._graphs[3][1].eq(0).all()
     # the graph of eight rows would read behind the end of these
     assert graphs._behind.keys() == {1, 2, 3, 4}
+    # graphs that replay one at a time share their memory
+    assert pools == ["shared"] * (3 + 5)
     # a part that begins elsewhere
     graphs(head, written[1:3])
     assert graphs._graphs[2][1].eq(5).all()
+    graphs.renew(head)
+    assert graphs._behind.keys() == {1, 2, 3, 4}
+    graphs.forget()
+    heads.clear()
+    assert graphs(head, written[:3]).eq(10).all() and heads == [3]
+    graphs.renew(head)
+    heads.clear()
     # more rows than any graph, and an observer that wants to see the operators
     assert graphs(head, torch.ones(9, 4)).shape == (9, 4) and heads == [9]
     set_observer(lambda *_: None)
     try:
         assert graphs(head, torch.ones(1, 4)).eq(2).all() and heads == [9, 1]
+        assert graphs(head, written[:1]).eq(10).all() and heads == [9, 1, 1]
     finally:
         set_observer(None)

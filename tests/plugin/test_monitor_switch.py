@@ -181,7 +181,8 @@ def test_with_adapters_no_graph_is_recorded(policy, monkeypatch):
 def test_the_head_is_recorded_again_with_its_sizes(monkeypatch):
     from oss_fused.layers.vllm import lm_head
 
-    monkeypatch.setattr(lm_head, "recording", contextlib.nullcontext)
+    monkeypatch.setattr(lm_head, "recording", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     graphs = lm_head.HeadGraphs()
     graphs.renew(torch.zeros_like)

@@ -55,9 +55,9 @@ norm_moe_norm(x, residual, weight, eps, gate, gate_bias, w13, w13_scale, w13_bia
     with next_weight and next_scale [1] (None: a scale per token), without what lies between them:
     q [T, H] e4m3, scale [T, 1] or [1] float32, residual_out [T, H]. One token takes four launches.
     bf16_rows and levels: kernels/levels.py.
-    arrivals: int32, at least min(T, 16) zeros, used as scratch and left at zero. With 16 + E
-    entries, a kernel of one token keeps the logits that it expects in the last E, whatever they
-    hold. Launches that overlap in time need buffers of their own.
+    arrivals: int32 scratch, whose first min(T, 16) entries are zeros before and after. Of at least
+    16 + E entries, a kernel of one token writes E to the entries from 16 on, with prefetch_weights;
+    what they held does not matter. Launches that overlap in time need buffers of their own.
 
 moe_fp8(x, router_logits, w13, w13_scale, w13_bias, w2, w2_scale, w2_bias, top_k, renormalize,
         expert_map, activation) -> out

@@ -26,8 +26,7 @@ from oss_fused.kernels.norm.triton import add_rms_norm_quant
 def _expected_logits(arrivals: torch.Tensor, experts: int) -> torch.Tensor | None:
     """Float32 scratch [experts] behind the counters, where there is room.
 
-    It is written before the kernel ahead has ended, so new memory, which that one may still read,
-    would not do.
+    A kernel writes it before its wait. New memory may be what the kernel ahead still reads.
     """
     scratch = arrivals[SHARED_ROWS : SHARED_ROWS + experts]
     return scratch.view(torch.float32) if scratch.shape[0] == experts else None

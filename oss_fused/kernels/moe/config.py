@@ -15,8 +15,8 @@ from typing import NamedTuple
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 
 # tokens up to which norm and router product are one launch, and logits, since every token reads
-# all of the router's weights there; tokens up to which a program takes four experts (measured on an
-# H200)
+# all of the router's weights there; tokens up to which a program takes four experts, or one where
+# it also finds expected logits (measured on an H200)
 _NORM_AND_ROUTER, _LOGITS, _FOUR_EXPERTS = 128, 4096, 16
 # tokens up to which moe/few.py has w13 and w2 (measured on an H200: w13 of three and four tokens
 # takes as long as in gemm.py)
@@ -71,8 +71,8 @@ class MoEConfig:
     """Tokens of a tile, how the two products run, whether sums are promoted to float32, and
     whether the kernels for many tokens, for tens of tokens an expert, or for few tokens run;
     of many tokens, whether an expert has few tiles; of tens of tokens, whether tiles of few tokens
-    take fewer columns; of few tokens, how many programs of w13 run at once if each asks L2 for
-    weights of the next wave (0: none does).
+    take fewer columns; of few tokens, the distance in programs to the one for which a program of
+    w13 asks L2 for weights (0: none does).
     """
 
     rows: int
@@ -120,7 +120,7 @@ def choose_config(tokens: int, shape: ExpertShape, fp8: bool, gluon: bool = Fals
         # few programs in all: long steps for w13, shares of K for w2, one step each if that is
         # enough for K (then its weights are on their way before the kernel waits for w13)
         gate_up = _gate_up_tile(tokens, shape)
-        wave = _programs_at_once(gate_up.stages) if tokens <= _NEXT_WAVE else 0
+        wave = _fitting(gate_up.stages) if tokens <= _NEXT_WAVE else 0
         if pairs <= 8:
             down = Tile(1, 4, 3, shares=_shares(6, 4, shape.inter))
             return MoEConfig(8, gate_up, down, True, few=gluon)
@@ -148,8 +148,9 @@ def _chosen(tokens: int, shape: ExpertShape) -> float:
     return shape.experts * float(1 - left_out**tokens)
 
 
-def _programs_at_once(stages: int) -> int:
-    """Of w13's tile for few pairs: 5, 4, 3 programs of 4, 5, 6 stages fit a multiprocessor."""
+def _fitting(stages: int) -> int:
+    """Programs of w13's tile for few pairs that shared memory holds at once: 5, 4 and 3 with 4, 5
+    and 6 stages a multiprocessor. Registers hold 4."""
     return (9 - stages) * _MULTIPROCESSORS
 
 
@@ -164,7 +165,7 @@ def _gate_up_tile(tokens: int, shape: ExpertShape) -> Tile:
         return Tile(1, 2, 5)
 
     def fill(stages: int) -> float:
-        waves = programs / _programs_at_once(stages)
+        waves = programs / _fitting(stages)
         return waves / ceil(_MARGIN * waves)
 
     return Tile(1, 2, max((4, 5, 6), key=fill))

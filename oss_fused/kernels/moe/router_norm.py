@@ -7,8 +7,8 @@ of a token repeat that: the row is 12 KB of L2) and its experts' logits. Above a
 repeating costs more than a second launch: then the norm is this kernel without experts, and the
 product is PyTorch's.
 
-Attention adds little to the residual, so the experts that the residual alone chooses are mostly
-those of the sum. Their logits are ready before x is, and w13's kernel asks for first weights then.
+If attention adds little to the residual, the residual alone chooses most of the experts that the
+sum chooses. Its logits are there before x is, and w13's kernel then asks L2 for first weights.
 """
 
 from __future__ import annotations

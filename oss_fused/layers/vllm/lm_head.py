@@ -9,6 +9,7 @@ where the model's graphs leave them, and another one reads a copy of any others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -50,13 +51,15 @@ class HeadGraphs:
         """
         sizes = sorted({size for size in sizes if size <= MAX_ROWS})
         self._recorded = (sizes, like, written)
+        # one replays at a time
+        pool = torch.cuda.graph_pool_handle()
         below = 0
         for rows in sizes:
             covered = range(below + 1, rows + 1)
             copies = like.new_zeros(rows, like.shape[-1])
-            self._graphs |= dict.fromkeys(covered, _record(head, copies))
+            self._graphs |= dict.fromkeys(covered, _record(head, copies, pool))
             if written is not None and len(written) >= rows:
-                self._behind |= dict.fromkeys(covered, _record(head, written[:rows]))
+                self._behind |= dict.fromkeys(covered, _record(head, written[:rows], pool))
             below = rows
 
     def forget(self) -> None:
@@ -85,9 +88,9 @@ class HeadGraphs:
         return logits[:rows]
 
 
-def _record(head: Head, hidden: torch.Tensor) -> Recorded:
+def _record(head: Head, hidden: torch.Tensor, pool: Any) -> Recorded:
     head(hidden)
     graph = torch.cuda.CUDAGraph()
-    with recording(graph):
+    with recording(graph, pool):
         logits = head(hidden)
     return graph, hidden, logits
