@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.loading import load_script
 from tests.selection import selected
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,16 +68,9 @@ ACCURACY = {
 }
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_fp8_trends_are_drawn(tmp_path, capsys):
     trend, plot = tmp_path / "trend.json", tmp_path / "trend.png"
-    main = script("plot_fp8_trends").main
+    main = load_script("plot_fp8_trends").main
     assert main([str(trend), "--output", str(plot)]) == 2
     trend.write_text(json.dumps(TREND))
     assert main([str(trend), "--output", str(plot)]) == 0
@@ -91,7 +84,7 @@ def test_fp8_report(tmp_path, capsys):
     accuracy, trend = tmp_path / "accuracy.json", tmp_path / "trend.json"
     accuracy.write_text(json.dumps(ACCURACY))
     trend.write_text(json.dumps(TREND))
-    main = script("generate_fp8_report").main
+    main = load_script("generate_fp8_report").main
     assert main([str(accuracy), "--trend", str(trend), "--output", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "fp8_report.md").read_text()
     assert "| fp8_group | 0.01 |" in page and "Trend of 6 runs" in page and "Advice" in page
@@ -101,7 +94,7 @@ def test_fp8_report(tmp_path, capsys):
 
 
 def test_accuracy_beside_performance_with_alerts(tmp_path, capsys, monkeypatch):
-    module = script("compare_accuracy_performance")
+    module = load_script("compare_accuracy_performance")
     # the second run compares the same figures with others
     monkeypatch.setattr(module, "measure", functools.cache(module.measure))
     assert module.main(["--device", "cpu", "--small", "--output", str(tmp_path)]) == 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from tests.docs.readers import ROOT
+from tests.loading import load_script
 
 SITE = ROOT / "deploy" / "docs"
 
@@ -39,10 +39,7 @@ def hooks(monkeypatch):
         ("mkdocs.structure.files", structure),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    spec = importlib.util.spec_from_file_location("site_hooks", SITE / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("hooks", SITE)
 
 
 PAGES = Files("index.md", "gemm.md", "tutorial/06-matmul.md", "results/h200/a.json", "x.png")

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 from harness.attention_cases import SHAPES, Case, candidates, make_pool
 
 from oss_fused.kernels.op import get_kernel
-
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_attention.py"
+from tests.loading import load_script
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -42,10 +39,7 @@ def test_a_case_runs_on_every_layer(shape, queries, device):
 
 @pytest.fixture
 def script():
-    spec = importlib.util.spec_from_file_location("bench_attention", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_attention")
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from harness.calibration_report import (
@@ -30,16 +28,8 @@ from oss_fused.quant.record import (
     Percentiles,
     write_record,
 )
+from tests.loading import load_script
 from tests.tags import Tags
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj")
 QUALITY = {
@@ -165,7 +155,7 @@ def test_figures_and_thresholds():
 def test_command_line(tmp_path, capsys):
     folder: Path = tmp_path / "model"
     folder.mkdir()
-    main = load("calibration_report").main
+    main = load_script("calibration_report").main
     assert main([str(folder)]) == 2
     write_record(folder, make_record())
     trend, limits = tmp_path / "trend.json", tmp_path / "limits.json"
@@ -194,15 +184,15 @@ def test_quality_of_another_shape_is_refused_before_the_trend_is_touched(tmp_pat
     file, trend = tmp_path / "quality.json", tmp_path / "trend.json"
     file.write_text(json.dumps(quality))
     arguments = [str(tmp_path), "--quality", str(file), "--trend", str(trend)]
-    assert load("calibration_report").main(arguments) == 2
+    assert load_script("calibration_report").main(arguments) == 2
     assert f"--quality='{file}': expected a JSON file of" in capsys.readouterr().err
     assert not trend.exists() and not (tmp_path / "report").exists()
     file.write_text(json.dumps(QUALITY))
-    assert load("calibration_report").main(arguments) == 0
+    assert load_script("calibration_report").main(arguments) == 0
 
 
 def test_calibrate_writes_one_and_survives_a_failure(tmp_path, capsys):
-    calibrate = load("calibrate")
+    calibrate = load_script("calibrate")
     write_record(tmp_path, make_record(data=False))
     calibrate.write_pages(tmp_path, tmp_path / "trend.json")
     assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "trend.json").is_file()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """bench_kernels without a GPU: cases, figures, rendering, bad input."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 from harness import kernel_report, kernels, vllm_kernels
 
 from oss_fused.errors import BackendUnavailableError
+from tests.loading import load_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"
 
@@ -140,9 +140,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch):
 
 
 def test_an_interrupted_run_is_no_success(monkeypatch, tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("bench_kernels", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench_kernels")
     cases = kernels.select(["norm_quant"])[:3]
     answers = iter([ROWS[0], KeyboardInterrupt])
 

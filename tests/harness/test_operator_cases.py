@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: MIT
 """What bench_operators makes of its rows."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from harness import convolution_cases
 from harness import operator_cases as cases
 from harness.chapters import MEASURED, chapter
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_operators.py"
+from tests.loading import load_script
 
 
 def row(operation, implementation, **values):
@@ -85,9 +83,7 @@ def test_figures_and_lines_of_convolution():
 
 
 def test_parts_before_a_failure_are_written(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_operators", PATH)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench_operators")
 
     def fails(bandwidth):
         yield ROWS[0]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
@@ -20,11 +19,10 @@ from harness.regression import (
 )
 from harness.regression_report import make_report, trend_chart
 
+from tests.loading import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "ci_check.py"
-spec = importlib.util.spec_from_file_location("ci_check", SCRIPT)
-ci_check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(ci_check)
+ci_check = load_script("ci_check")
 
 
 def row(name, ms, **changes):

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from harness.tuning_differences import differences
 
 from oss_fused.tuning.cache import CacheEntry, CacheKey, TuningCache
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune.py"
+from tests.loading import load_script
 
 
 def entry(device, shape, config, ms, tuned_at="1"):
@@ -41,9 +39,7 @@ def test_the_report_names_what_differs():
 
 
 def test_the_command_tunes_two_devices_and_prints_it(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("tune_script", SCRIPT)
-    tune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tune)
+    tune = load_script("tune")
     cache, table = str(tmp_path / "c.json"), tmp_path / "all.csv"
     for device in ("h200", "low_bw"):
         args = ["simulate", "--device", device, "--sizes", "512x512x512", "--cache", cache]

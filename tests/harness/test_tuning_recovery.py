@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ from oss_fused.kernels import tiles
 from oss_fused.tuning import tile_table
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.tile_table import FAMILIES, Recovery, TableTuner
+from tests.loading import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune.py"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 SLOW, FAST = {"kernel": "swap", "num_stages": 3}, {"kernel": "stream", "ctas": 2}
 FOUND = [Recovery("1x8x16", SLOW, 0.002, SLOW, 0.002), Recovery("4x8x16", SLOW, 0.004, FAST, 0.001)]
@@ -24,10 +22,7 @@ FOUND = [Recovery("1x8x16", SLOW, 0.002, SLOW, 0.002), Recovery("4x8x16", SLOW, 
 
 @pytest.fixture(scope="module")
 def tune():
-    spec = importlib.util.spec_from_file_location("tune_recovery", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tune")
 
 
 def test_the_figure_is_the_worst_shape():

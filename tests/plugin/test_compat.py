@@ -8,7 +8,6 @@ import importlib
 import importlib.metadata
 import json
 import pkgutil
-import runpy
 import sys
 import tomllib
 from inspect import signature
@@ -23,13 +22,14 @@ import oss_fused.plugin
 from oss_fused.errors import BackendUnavailableError
 from oss_fused.plugin import compat, hooks, hooks_read
 from oss_fused.plugin.signatures import Package, missing_arguments, takes
+from tests.loading import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = {
     json.loads(path.read_text())["vllm"]: json.loads(path.read_text())["hooks"]
     for path in sorted((ROOT / "tests/plugin/hooks").glob("vllm-*.json"))
 }
-script = runpy.run_path(str(ROOT / "scripts/vllm_hooks.py"))
+script = load_script("vllm_hooks")
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_only_releases_with_every_hook_count(results, tmp_path):
     }
     for release, recorded in releases.items():
         (tmp_path / f"vllm-{release}.json").write_text(json.dumps({"hooks": recorded}))
-    found = script["whole"](tmp_path, list(results.values()))
+    found = script.whole(tmp_path, list(results.values()))
     assert [path.stem for path in found] == ["vllm-1.0", "vllm-1.1"]
 
 
@@ -279,7 +279,7 @@ def test_the_script_shows_what_changed(installed, tmp_path, capsys, monkeypatch)
     against.write_text(json.dumps(old))
     monkeypatch.setitem(hooks.CALLED, "vllm.model_executor.utils:gone", "")
     arguments = [str(installed.root), "--output", str(output), "--against", str(against)]
-    assert script["main"](arguments) == 1
+    assert script.main(arguments) == 1
     shown = capsys.readouterr().out
     assert "wrong: vllm.model_executor.utils:gone is missing" in shown
     assert f"changed since 0.1.0: {path}: (layer) -> (layer, param_name" in shown
@@ -289,7 +289,7 @@ def test_the_script_shows_what_changed(installed, tmp_path, capsys, monkeypatch)
     assert written["vllm"] == version
     assert written["hooks"]["vllm.model_executor.utils:gone"] == "missing"
     with pytest.raises(SystemExit):
-        script["main"]([str(tmp_path)])
+        script.main([str(tmp_path)])
 
 
 def test_what_names_the_releases_names_all_that_are_tested():

@@ -2,8 +2,6 @@
 """Our scheduler beside vLLM's, step by step over the same requests: the same decisions."""
 
 import random
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,11 +25,11 @@ from vllm.v1.request import RequestStatus
 
 from oss_fused.plugin.registration import prepare_server
 from oss_fused.plugin.scheduler import StepKVCacheManager, make_scheduler, shorten
+from tests.loading import load_script
 from tests.plugin.conftest import build
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scheduler.py"
-script = runpy.run_path(str(SCRIPT))
-Simulated, TOKEN = script["Simulated"], script["TOKEN"]
+script = load_script("bench_scheduler")
+Simulated, TOKEN = script.Simulated, script.TOKEN
 BLOCK = 16
 
 

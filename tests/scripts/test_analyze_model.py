@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 from harness import model_report
@@ -14,12 +12,10 @@ from harness.comprehensive_report import Findings, fp8_retention, kernel_summary
 
 from oss_fused.analysis.graph import ComputationGraphAnalyzer
 from oss_fused.bench.roofline import Ceilings
+from tests.loading import load_script
 from tests.tags import Tags
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "analyze_model.py"
-spec = importlib.util.spec_from_file_location("analyze_model", PATH)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+script = load_script("analyze_model")
 
 
 @pytest.fixture(scope="module")

@@ -4,24 +4,19 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from harness import decode, decode_report
 
 from tests.harness.test_decode import GPT_OSS, WORKER
-
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_decode.py"
+from tests.loading import load_script
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_decode", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("bench_decode")
     monkeypatch.setattr(
         decode, "DecodeBenchmark", functools.partial(decode.DecodeBenchmark, worker=WORKER)
     )
@@ -110,6 +105,23 @@ def test_decode_alone(script, arms, tmp_path):
     assert {m["steps"] for m in results["measurements"]} == {192}
     assert len(results["profiles"]) == 2
     assert "## Prefill" not in (tmp_path / "out/report.md").read_text()
+
+
+def test_one_arm_is_compared_with_none(script, arms, tmp_path):
+    out, summary = tmp_path / "out", tmp_path / "summary.json"
+    options = ["--batches", "2", "--contexts", "16", "--profile", "2", "--prefill", "64"]
+    options += ["--name", "m", "--output", str(out), "--summary", str(summary)]
+    assert script.main([*arms[2:], *options]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert json.loads(summary.read_text()).keys() == {
+        "decode.m.kernels_per_step",
+        "decode.m.kernel_ms_b2",
+    }
+    assert all("speedup" not in cell and "oss_fp8" in cell["arms"] for cell in results["cells"])
+    report = (out / "report.md").read_text()
+    assert "Speed-up:" not in report and "### Decode, batch 2" in report
+    assert script.main(["--render", str(out)]) == 0
+    assert (out / "report.md").read_text() == report
 
 
 def test_prefill_with_exact_activations_has_a_name_of_its_own(script, arms, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,16 +13,14 @@ from harness import decode
 
 from oss_fused.errors import ServerError
 from tests.harness.test_decode import GPT_OSS, WORKER
+from tests.loading import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    path = ROOT / "scripts" / "bench_kv_cache.py"
-    spec = importlib.util.spec_from_file_location("bench_kv_cache", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("bench_kv_cache")
     fake = ROOT / "tests" / "harness" / "fake_kv_cache_worker.py"
     monkeypatch.setattr(module, "WORKER", (sys.executable, str(fake)))
     monkeypatch.setattr(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """scripts/bench_layers.py without a GPU: its command line, and its processes in turn."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.loading import load_script
 
 PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_layers.py"
 # stands for a worker: the package that it imports says how long its layers take
@@ -23,10 +24,7 @@ for turn, line in enumerate(sys.stdin):
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(PATH.parent))
-    spec = importlib.util.spec_from_file_location("bench_layers", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_layers")
 
 
 def test_checkouts_take_turns(script, tmp_path, monkeypatch, capsys):

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from harness.chapters import chapter
 
 from oss_fused.bench.suite import BenchmarkRow
+from tests.loading import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_library.py"
-spec = importlib.util.spec_from_file_location("bench_library", SCRIPT)
-bench_library = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench_library)
+bench_library = load_script("bench_library")
 
 
 def test_rehearsal_writes_figures_beside_those_of_others(tmp_path, device):

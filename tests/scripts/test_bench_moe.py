@@ -3,20 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_moe.py"
+from tests.loading import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("bench_moe", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_moe")
 
 
 @pytest.mark.parametrize("option", [["--layers", "0"], ["--batches", "0"], ["--experts", "-1"]])

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_monitor.py"
+from tests.loading import load_script
+
 ARGS = argparse.Namespace(every=50, tokens=100, rounds=2)
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_monitor", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("bench_monitor")
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     return module
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.loading import load_script
 
 pytest.importorskip("vllm")
 
@@ -40,9 +41,7 @@ def test_bad_input_exits_with_two(option: str, tmp_path: Path) -> None:
 
 
 def test_no_sequence_ends_before_the_last_step() -> None:
-    spec = importlib.util.spec_from_file_location("bench_scheduler", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench_scheduler")
     assert script.fits(256, 1024, 96) and script.fits(1, 120_000, 96)
     assert not script.fits(1, 131_072, 1) and not script.fits(1, 16, 65_536)
     # the last of so many prompts is read when the first sequences have ended

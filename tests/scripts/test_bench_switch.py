@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "bench_switch.py"
+from tests.loading import load_script
+
 TOKENS = {"before": [1, 2], "switched": [4, 5]}
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_switch", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("bench_switch")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return module
 

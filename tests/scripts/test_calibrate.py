@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -21,17 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from oss_fused.quant import calibrator
 from oss_fused.quant.checkpoint import CheckpointWriter
 from oss_fused.quant.checkpoint.place import OutputLock
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.loading import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "scripts/calibrate.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("calibrate")
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
 
 from oss_fused.plugin import doctor, preflight
 from oss_fused.plugin.compat import HookResult
+from tests.loading import load_script
 from tests.plugin.conftest import build, calibrate, edit, tensors_of
 
 GPU = torch.cuda.is_available()
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/doctor.py"
-main = runpy.run_path(str(SCRIPT))["main"]
+main = load_script("doctor").main
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Accuracy of attention and the limits of its FP8 form, at a small size, as CI runs it."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from harness import attention_accuracy, attention_regression
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "eval_attention_accuracy.py"
-spec = importlib.util.spec_from_file_location("eval_attention_accuracy", SCRIPT)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+from tests.loading import load_script
+
+script = load_script("eval_attention_accuracy")
 SMALL = ["--B", "1", "--H", "2", "--N", "96", "--D", "64", "--window-left", "16"]
 
 

@@ -3,23 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
 from oss_fused.files import write_json
-
-PATH = Path(__file__).resolve().parents[2] / "scripts" / "evaluate_logits.py"
+from tests.loading import load_script
 
 
 @pytest.fixture
 def script():
-    spec = importlib.util.spec_from_file_location("evaluate_logits", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("evaluate_logits")
 
 
 @pytest.mark.parametrize(

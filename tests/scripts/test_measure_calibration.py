@@ -3,27 +3,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from oss_fused.quant.streaming import LayerStream
+from tests.loading import load_script
 from tests.quant.conftest import make_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "scripts/measure_calibration.py"
-    spec = importlib.util.spec_from_file_location("measure_calibration", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_calibration")
 
 
 def test_stages_and_peaks_are_measured(script, tmp_path, capsys) -> None:

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.loading import load_script
 from tests.quant.conftest import make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 # ten steps, each noted, and a folder that appears at the end
 STAND_IN = """
 import sys, time
@@ -34,12 +33,7 @@ partial.rename(output)
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "scripts/measure_resume.py"
-    spec = importlib.util.spec_from_file_location("measure_resume", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_resume")
 
 
 @pytest.fixture(scope="module")

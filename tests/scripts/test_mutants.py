@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location(
-    "mutants", Path(__file__).resolve().parents[2] / "scripts" / "mutants.py"
-)
-mutants = sys.modules["mutants"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(mutants)
+from tests.loading import load_script
+
+mutants = load_script("mutants")
 
 
 def test_listed_mutants_apply() -> None:

@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.loading import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
-script = runpy.run_path(str(ROOT / "scripts/setup_env.py"))
-Step, StepFailed = script["Step"], script["StepFailed"]
+script = load_script("setup_env")
+Step, StepFailed = script.Step, script.StepFailed
 
 
 @pytest.mark.parametrize("flavour", ["cpu", "cuda"])
 def test_the_shares_are_the_lock(tmp_path: Path, flavour: str) -> None:
     lock = ROOT / "deploy" / flavour / "requirements.lock"
-    count, files = script["divide"](lock, tmp_path)
+    count, files = script.divide(lock, tmp_path)
     shares = [file.read_text().splitlines() for file in files]
     packages = [line for share in shares for line in share if not line.startswith("-")]
     wanted = [line for line in lock.read_text().splitlines() if "==" in line and line[0] != "#"]
@@ -31,7 +32,7 @@ def test_commands_run_side_by_side(tmp_path: Path) -> None:
     wait = "import pathlib, sys, time; a, b = map(pathlib.Path, sys.argv[1:]); a.touch()\n"
     wait += "while not b.exists(): time.sleep(0.01)"
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    script["run_step"](
+    script.run_step(
         Step("wait", [[sys.executable, "-c", wait, *files] for files in ((a, b), (b, a))])
     )
 
@@ -41,7 +42,7 @@ def test_a_failure_ends_the_others_and_is_told() -> None:
     fail = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
     begin = time.monotonic()
     with pytest.raises(StepFailed, match=r"(?s)\[1/1\] install.*no such package\n  check the disk"):
-        script["run_step"](Step("[1/1] install", [sleep, fail], "check the disk"))
+        script.run_step(Step("[1/1] install", [sleep, fail], "check the disk"))
     assert time.monotonic() - begin < 30
 
 
@@ -50,8 +51,8 @@ def test_a_killed_run_leaves_nothing_that_looks_up_to_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     """The lock of before may come back (git checkout) while the packages are of both."""
-    main, stamp = script["main"], tmp_path / ".oss-fused-setup"
-    wanted = script["fingerprint"]("cpu", ROOT / "deploy/cpu/requirements.lock")
+    main, stamp = script.main, tmp_path / ".oss-fused-setup"
+    wanted = script.fingerprint("cpu", ROOT / "deploy/cpu/requirements.lock")
     stamp.write_text(wanted if flags else "of another lock")
     argv = ["setup_env.py", "--venv", str(tmp_path), "--flavour", "cpu", *flags]
     monkeypatch.setattr(sys, "argv", argv)
@@ -60,9 +61,9 @@ def test_a_killed_run_leaves_nothing_that_looks_up_to_date(
         assert not stamp.exists(), "SIGKILL runs no handler"
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(main.__globals__, "install", killed)
+    monkeypatch.setattr(script, "install", killed)
     assert main() == 130 and not stamp.exists()
-    monkeypatch.setitem(main.__globals__, "install", lambda *arguments: None)
+    monkeypatch.setattr(script, "install", lambda *arguments: None)
     assert main() == 0 and stamp.read_text() == wanted
 
 
@@ -74,8 +75,8 @@ def test_an_environment_without_pip_gets_it(
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(sys.executable)
     titles = []
-    install = script["install"]
-    monkeypatch.setitem(install.__globals__, "run_step", lambda step: titles.append(step.title))
+    install = script.install
+    monkeypatch.setattr(script, "run_step", lambda step: titles.append(step.title))
     lock = ROOT / "deploy/cuda/requirements.lock"
     install(venv, "cuda", lock)
     assert titles[0] == f"[1/{len(titles)}] install pip in .venv"

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +15,9 @@ from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.result import Status
 from oss_fused.tuning.targets import get_target
 from oss_fused.tuning.tuner import TritonAutoTuner
+from tests.loading import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune.py"
-spec = importlib.util.spec_from_file_location("tune", SCRIPT)
-tune = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tune)
+tune = load_script("tune")
 
 
 def operands(m, n, k, dtype, device):

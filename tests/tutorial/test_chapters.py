@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -14,13 +13,10 @@ import pytest
 import torch
 from harness.chapters import chapter
 
-from tests.docs.readers import ROOT
+from tests.loading import load_script
 
 NAMES = book.chapters()
-SCRIPT = ROOT / "scripts" / "tutorial.py"
-spec = importlib.util.spec_from_file_location("tutorial", SCRIPT)
-tutorial = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tutorial)
+tutorial = load_script("tutorial")
 # parts that every chapter has
 HEADINGS = ("## Questions", "## Exercises")
 WORDS = ("**Goal.**", "Answers: [answers/")
