@@ -91,7 +91,9 @@ class DecodeBenchmark:
         # later batches and rounds find their prompts in the prefix cache
         flags = ["--max-model-len", str(longest), "--enable-prefix-caching"]
         flags += ["--max-num-seqs", str(max(cell.batch for cell in cells))]
-        flags += ["--max-num-batched-tokens", str(max(cell.context for cell in cells))]
+        # vLLM wants room for a token of each sequence
+        most = max(max(cell.context, cell.batch) for cell in cells)
+        flags += ["--max-num-batched-tokens", str(most)]
         if self.gpu:
             # only what is measured: each graph takes time; profiling the free memory goes wrong
             # while another engine loads

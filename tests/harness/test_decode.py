@@ -194,6 +194,10 @@ def test_flags_fit_the_cells(tmp_path):
     # steps whose host time is taken may verify 7 drafts each, and no sequence may end before
     hosts = plan(tmp_path, hosts=[decode.Cell(4, 16, 48)]).flags_of(arm)
     assert hosts[hosts.index("--max-model-len") + 1] == str(16 + 8 * 48 + 4 + 64)
+    # a step of the largest batch has a token for each sequence
+    wide = [decode.Cell(256, 128, 48)]
+    many = decode.DecodeBenchmark(arms=[arm], cells=wide, profiles=wide, gpu=False).flags_of(arm)
+    assert many[many.index("--max-num-batched-tokens") + 1] == "256"
 
 
 # two layers of gpt-oss as vLLM runs it; a product with split K; the next step's first product
