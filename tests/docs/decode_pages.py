@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.docs import h100_pages, other_runs
+from tests.docs import h100_pages, other_runs, step_kernels
 from tests.docs.readers import (
     Passages,
     attention,
@@ -261,7 +261,7 @@ def prefill_us(arm: str) -> float:
 def decode() -> Passages:
     found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode() + other_runs.slower_host() + other_runs.slow_rounds()
-    found += other_runs.kernels_of_h100()
+    found += step_kernels.passages()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
@@ -297,14 +297,6 @@ def decode() -> Passages:
             [before("exact", 1, 8192), before("triton", 1, 8192)],
         ),
         (
-            "32, 128 and 256 sequences: {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f}",
-            [profile(batch, "oss_fp8")["busy_us"] / 1e3 for batch in (1, 8, 32, 128, 256)],
-        ),
-        (
-            "has {:.3f} and {:.3f} at 128 and 256",
-            [profile(batch, "one_level")["busy_us"] / 1e3 for batch in (128, 256)],
-        ),
-        (
             "the kernels take {:.2f} ms, the rounds took {:.2f} to {:.2f} ms, and {:.2f} to {:.2f}",
             [
                 profile(1, "oss_fp8")["busy_us"] / 1e3,
@@ -320,19 +312,6 @@ def decode() -> Passages:
             [100 * (1 - end(load["ratio"] for load in load_scheduler())) for end in (max, min)],
         ),
     ]
-    found += [_profile_row(name, group) for name, group in _PROFILED.items()]
-    whole = [
-        figure
-        for batch in (1, 256)
-        for figure in (
-            profile(batch, "triton")["busy_us"],
-            profile(batch, "oss_fp8")["busy_us"],
-            sum(profile(batch, "oss_fp8")["limits"].values()),
-        )
-    ]
-    found.append(("| all | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.0f} |", whole))
-    count = [profile(b, arm)["kernels_per_step"] for b in (1, 256) for arm in ("triton", "oss_fp8")]
-    found.append(("| number of kernels | {:.0f} | {:.0f} | | {:.0f} | {:.0f} | |", count))
     return found + _attention_and_logits()
 
 
@@ -366,15 +345,6 @@ def load_scheduler() -> list[Any]:
     return load("cpu/scheduler.json")["loads"]
 
 
-_PROFILED = {
-    "experts": "experts",
-    "projections": "projections",
-    "router": "router",
-    "attention": "attention",
-    "lm_head": "head",
-    "norms, RoPE, cache write": "norms",
-    "sampling, copies": "other",
-}
 _ATTENTION = {
     "gpt-oss, full": "gpt-oss full",
     "gpt-oss, sliding": "gpt-oss sliding",
@@ -387,15 +357,3 @@ _LOGITS = {
     "oss_fp8, bf16-precision experts": "oss_bf16",
     "oss_fp8, FP8 expert activations from 512 tokens per step": "oss_fp8_activations",
 }
-
-
-def _profile_row(name: str, group: str) -> tuple[str, list[float]]:
-    cells, values = [], []
-    for batch in (1, 256):
-        for arm in ("triton", "oss_fp8"):
-            cells.append("{:.0f}")
-            values.append(profile(batch, arm)["groups"][group]["us"])
-        limit = profile(batch, "oss_fp8")["limits"].get(group)
-        cells.append("{:.0f}" if limit else "")
-        values += [limit] if limit else []
-    return f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"), values

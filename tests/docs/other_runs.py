@@ -3,74 +3,20 @@
 
 from __future__ import annotations
 
-from tests.docs.readers import Passages, best, load, oss, profile, speedup, summary
+from tests.docs.readers import Passages, best, load, oss, speedup
 
 _SLOW = "h200/decode_gpt_oss_20b_slow_host"
-_KERNELS = "h200/decode_gpt_oss_20b_kernels"
-_EARLY = "decode_gpt_oss_20b_early"
 
 
 def slower_host() -> Passages:
-    """decode.md's newer kernels."""
+    """decode.md's prompt beside a slower host."""
     report = load(f"{_SLOW}/results.json")
     prompt = next(c for c in report["cells"] if c["context"] == 8192)
     both = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
     form = "prompt took {:.1f} ms there, the baseline's {:.1f} ({:.2f}x); its kernels took {:.1f}"
     whole = next(p for p in report["profiles"] if (p["context"], p["arm"]) == (8192, "oss_fp8"))
-    steps = [profile(batch, "oss_fp8", _KERNELS)["busy_us"] / 1e3 for batch in (1, 8, 32, 128, 256)]
-    before, after = _KERNELS, f"h200/{_EARLY}"
-    stock = [longer(kernel_ms(b, "triton", after), kernel_ms(b, "triton", before)) for b in (1, 8)]
-    early = [kernel_ms(batch, "oss_fp8", after) for batch in (1, 8, 128, 256)]
-    for batch, folder in ((1, after), (8, after), (32, before), (128, before)):
-        took = round(kernel_ms(batch, "oss_fp8", folder), 4)
-        assert summary(f"decode.gpt_oss_20b.kernel_ms_b{batch}") == took
-    times = [
-        {k["name"]: k["us"] for k in profile(128, "oss_fp8", folder)["kernels"]}
-        for folder in (after, before)
-    ]
-    names = ("stream", "qkv", "add_rms_norm_router", "place_and_encode", "quantize_row", "route")
-    slowed = [longer(*(kernels[f"_{name}_kernel"] for kernels in times)) for name in names]
     return [
-        ("step take {:.3f} and {:.3f} ms at 1 and 8", early[:2]),
-        ("took {:.1f} and {:.1f} % longer than in the run", stock),
-        ("the kernels took {:.3f} and {:.3f} ms. At 128", early[2:]),
-        ("took {:.0f} to {:.0f} % longer, probably", [min(slowed), max(slowed)]),
         (form, [*both, prompt["speedup"], whole["busy_us"] / 1e3]),
-        ("take {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f} ms at 1, 8, 32, 128 and 256", steps),
-    ]
-
-
-def longer(time: float, than: float) -> float:
-    """By how many percent ``time`` is more."""
-    return 100 * (time / than - 1)
-
-
-def kernel_ms(batch: int, arm: str, folder: str) -> float:
-    """Milliseconds of the kernels of a step."""
-    return float(profile(batch, arm, folder)["busy_us"]) / 1e3
-
-
-def kernels_of_h100() -> Passages:
-    """decode.md's newer kernels on an H100."""
-    here = {b: kernel_ms(b, "oss_fp8", f"h100/{_EARLY}") for b in (1, 8, 32, 128, 256)}
-    for b, took in here.items():
-        assert summary(f"h100.decode.gpt_oss_20b.kernel_ms_b{b}") == round(took, 4)
-    ratios = [here[b] / kernel_ms(b, "oss_fp8", f"h200/{_EARLY}") for b in (1, 8)]
-    kernels = [
-        {k["name"]: k["us"] for k in profile(1, "oss_fp8", f"{gpu}/{_EARLY}")["kernels"]}
-        for gpu in ("h100", "h200")
-    ]
-
-    def ratio(name: str) -> float:
-        return kernels[0][name] / kernels[1][name]
-
-    others = [ratio(f"_{name}_kernel") for name in ("gemm_stream", "qkv", "decode_attention")]
-    heavy = [ratio("_gate_up_few_kernel"), ratio("_gemv_kernel")]
-    return [
-        ("take {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f} ms at 1, 8, 32", [*here.values()]),
-        ("that is {:.2f} and {:.2f} times", ratios),
-        ("w13 takes {:.2f} times as long and lm_head {:.2f} times", heavy),
-        ("projection take {:.2f} to {:.2f} times", [min(others), max(others)]),
     ]
 
 
