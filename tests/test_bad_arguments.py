@@ -39,8 +39,10 @@ from oss_fused.errors import (
     OssFusedError,
     SchemeError,
     ShapeMismatchError,
+    UnsupportedDeviceError,
     UnsupportedDtypeError,
 )
+from oss_fused.kernels.checks import check_device
 from oss_fused.tuning.objective import Objective
 
 FP8 = torch.float8_e4m3fn
@@ -235,6 +237,43 @@ def test_empty_hidden_sizes_are_named():
         fused_gated_mlp(nothing, torch.zeros(4, 0), torch.zeros(4, 0))
     with pytest.raises(ShapeMismatchError, match="at least"):
         fp8_gemm(torch.zeros(2, 0), torch.zeros(0, 4))
+
+
+def test_sizes_are_integers():
+    for size in (8.0, "8", None):
+        with pytest.raises(ShapeMismatchError, match=f"hidden_dim={size!r}: expected an integer"):
+            FusedGatedMLP(size, 4)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 2), (3, 1)])
+def test_scales_of_rows_are_a_column(shape):
+    with pytest.raises(
+        ShapeMismatchError, match=r"scale\.shape=.*: expected one element or \(4, 1"
+    ):
+        quantize_fp8(torch.ones(4, 8), scale=torch.ones(shape))
+
+
+def test_scales_of_a_product_are_a_row_or_a_column():
+    a, b = quantize_fp8(torch.randn(2, 8)), torch.randn(4, 8)
+    codes, column = quantize_fp8(b, strategy="channel")
+
+    def product(scale):
+        return fp8_gemm(a[0], codes.t(), a_scale=a[1], b_scale=scale)
+
+    expected = product(column)
+    for scale in (column.view(4), column.view(1, 4)):
+        assert torch.equal(product(scale), expected)
+    with pytest.raises(ShapeMismatchError, match=r"b_scale\.shape=\(2, 2\)"):
+        product(column.view(2, 2))
+
+
+def test_a_gpu_that_the_machine_lacks_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cuda", "cuda:1", "cpu"):
+        assert check_device(name) == torch.device(name)
+    with pytest.raises(UnsupportedDeviceError, match="device='cuda:2': expected an index below 2"):
+        check_device("cuda:2")
 
 
 def test_an_activation_without_a_kernel_is_named_at_construction():

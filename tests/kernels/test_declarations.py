@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oss_fused.kernels
 from oss_fused.errors import OssFusedError, SchemeError, ShapeMismatchError, UnsupportedDtypeError
@@ -181,8 +182,15 @@ def test_rules_about_dtype_layout_and_device():
         contract.check((a, b.half()))
     with pytest.raises(ShapeMismatchError, match="a.stride"):
         contract.check((torch.zeros(3, 2).t(), b))
+    # of one column: there is no step to another
+    contract.check((torch.zeros(2, 3).t()[:, :1], torch.zeros(4, 1)))
     with pytest.raises(OssFusedError, match="b.device=meta: expected cpu"):
         contract.check((a, b.to("meta")))
+    for scale in (torch.ones(1), torch.ones(4, 1)):
+        with pytest.raises(UnsupportedDtypeError, match="bias.dtype=torch.float64"):
+            contract.check((a, b, scale.double()))
+        with pytest.raises(OssFusedError, match="bias.device=meta: expected cpu"):
+            contract.check((a, b, scale.to("meta")))
     with pytest.raises(TypeError, match="nobody"):
         contract_of(product, {"nobody": Scale()})
 
@@ -218,8 +226,19 @@ def test_what_passed_is_not_checked_again_and_forgotten_in_time(monkeypatch):
         assert len(contract._passed) <= 8
 
 
+def test_leading_dimensions_are_not_part_of_the_named_ones():
+    rule, dims = Operand("... H D", torch.float32), {"device": torch.device("cpu")}
+    for shape in ((3,), ()):
+        with pytest.raises(ShapeMismatchError, match=r"x\.shape=.*: expected \[\.\.\., H, D\]"):
+            rule.check("x", torch.zeros(shape), dict(dims), {})
+    rule.check("x", torch.zeros(2, 3), dims, {})
+
+
 def test_codes_may_be_unpacked_on_a_cpu_only():
     rule = Operand("N K", FP8, cpu=(torch.float32,))
+    with FakeTensorMode(), pytest.raises(UnsupportedDtypeError, match="b.dtype=torch.float32"):
+        on_gpu = torch.zeros(2, 3, device="cuda")
+        rule.check("b", on_gpu, {"device": on_gpu.device}, {})
     rule.check("b", torch.zeros(2, 3), {"device": torch.device("cpu")}, {})
     with pytest.raises(UnsupportedDtypeError, match="b.dtype=torch.bfloat16"):
         rule.check("b", torch.zeros(2, 3).bfloat16(), {"device": torch.device("cpu")}, {})

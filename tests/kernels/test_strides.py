@@ -10,6 +10,7 @@ import torch
 
 from oss_fused.bench.runner import shared_operations
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.op import OPERATIONS, get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -75,3 +76,11 @@ def test_a_view_is_read_as_what_it_shows(operation, backend, position, device):
             continue
         for actual, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=0.01, atol=0.01, equal_nan=True)
+
+
+def test_rows_of_any_shape():
+    """Of a scalar, too; a view where the last dimension has unit stride."""
+    for shape, rows in (((), (1, 1)), ((3,), (1, 3)), ((2, 0, 3), (0, 3)), ((2, 4, 3), (8, 3))):
+        assert as_rows(torch.zeros(shape)).shape == rows
+    x = torch.zeros(4, 3)
+    assert as_rows(x[:, ::2]).is_contiguous() and as_rows(x[::2]).data_ptr() == x.data_ptr()

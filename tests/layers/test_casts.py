@@ -139,6 +139,46 @@ def test_a_state_dict_of_wide_weights_is_refused(kind):
         module.load_state_dict(state)
 
 
+def test_codes_are_no_weights_of_a_wide_gated_mlp():
+    with pytest.raises(UnsupportedDtypeError, match=r"gate_weight\.dtype=torch\.float8_e4m3fn"):
+        FusedGatedMLP(64, 24).load_state_dict(gated().state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("cast", ["deepcopy", "pickle"])
+def test_a_copy_of_a_wide_gated_mlp_trains_on(cast):
+    module = FusedGatedMLP(64, 24)
+    made = CASTS[cast](module)
+    for name, weight in module.named_parameters():
+        twin = getattr(made, name)
+        assert torch.equal(twin, weight) and twin.requires_grad, name
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("quantize_inputs", [True, False])
+def test_codes_are_unpacked_once_on_a_cpu(monkeypatch, backend, quantize_inputs):
+    """By every backend that can multiply what was unpacked."""
+    monkeypatch.setenv("OSS_FUSED_BACKEND", backend)
+    registry.default_backend.cache_clear()
+    try:
+        module, x = linear(quantize_inputs=quantize_inputs), torch.randn(2, 64)
+        with torch.no_grad():
+            module(x)
+            unpacked = module._unpacked[2]
+            module(x)
+        assert unpacked.dtype == torch.float32 and module._unpacked[2] is unpacked
+    finally:
+        monkeypatch.undo()
+        registry.default_backend.cache_clear()
+
+
+def test_codes_that_are_changed_in_place_are_seen():
+    module, x = linear(), torch.randn(2, 64)
+    with torch.no_grad():
+        before = module(x)
+        module.weight.copy_((-module.weight.float()).to(FP8))
+        torch.testing.assert_close(module(x) - module.bias, module.bias - before)
+
+
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_state_dict_of_unusable_scales_is_refused(kind, bad):
@@ -154,13 +194,14 @@ def test_a_state_dict_of_unusable_scales_is_refused(kind, bad):
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
-def test_a_static_scale_is_checked_when_it_is_given_and_when_it_is_set(bad):
+def test_a_scale_is_checked_when_it_is_given_and_when_it_is_set(bad):
     with pytest.raises(NumericalOverflowError, match=r"input_scale\[0\]"):
         FP8Linear.from_linear(nn.Linear(8, 8), torch.tensor([bad]))
-    module = linear(static=True)
-    module.input_scale = torch.tensor([bad])
-    with pytest.raises(NumericalOverflowError, match=r"input_scale\[0\]"):
-        module(torch.ones(2, 64))
+    for name in ("input_scale", "weight_scale"):
+        module = linear(static=True)
+        setattr(module, name, torch.full_like(getattr(module, name), bad))
+        with pytest.raises(NumericalOverflowError, match=rf"{name}\[0\]"):
+            module(torch.ones(2, 64))
 
 
 def tiny_llama():

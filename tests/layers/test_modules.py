@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.functional import fused_gated_mlp, fused_rmsnorm_rope
 from oss_fused.layers import FP8Linear, FusedGatedMLP, FusedRMSNorm, FusedRMSNormRoPE
 from oss_fused.specs import RMSNormRoPEInput
@@ -29,8 +29,9 @@ def test_rmsnorm_module_equals_torch():
     expected = nn.functional.rms_norm(x, (6,), weight, 1e-5)
     torch.testing.assert_close(FusedRMSNorm(weight, 1e-5)(x), expected)
     assert FusedRMSNorm(weight, 1e-5)(x[:0]).shape == (0, 5, 6)
-    with pytest.raises(ShapeMismatchError, match="even"):
-        FusedRMSNorm(nn.Parameter(torch.ones(5)), 1e-5)
+    for bad in (torch.ones(5), torch.ones(0), torch.ones(2, 2)):
+        with pytest.raises(ShapeMismatchError, match="even"):
+            FusedRMSNorm(nn.Parameter(bad), 1e-5)
 
 
 @pytest.mark.parametrize("activation_on", ["up", "gate"])
@@ -42,6 +43,14 @@ def test_gated_mlp_module(activation_on):
     torch.testing.assert_close(module(x), expected)
     module(x).sum().backward()
     assert module.gate_weight.grad is not None and module.up_weight.grad is not None
+
+
+def test_a_gated_mlp_starts_as_two_linears_with_the_activation_on_up():
+    module = FusedGatedMLP(64, 48)
+    assert "silu on up" in repr(module)
+    for weight in (module.gate_weight, module.up_weight):
+        # uniform within 1 / sqrt(K), as nn.Linear's
+        assert 0.12 < weight.abs().max() <= 0.125
 
 
 def test_gated_mlp_in_fp8_is_close():
@@ -111,6 +120,34 @@ def test_fp8_linear_static_scale_and_gradients():
     wide = module.weight.float() * module.weight_scale
     torch.testing.assert_close(x.grad, torch.ones(4, 8) @ wide)
     torch.testing.assert_close(module.bias.grad, torch.full((8,), 4.0))
+
+
+def test_inputs_of_several_dimensions_under_a_static_scale():
+    """Rows that the scale does not fit are adjusted, which is the default."""
+    linear = nn.Linear(16, 8)
+    x = torch.randn(2, 3, 16)
+    scale = x[0].abs().max().view(1) / 448
+    x[1] *= 30
+    for module in (FP8Linear.from_linear(linear, scale), FP8Linear(16, 8)):
+        module.input_scale = scale
+        exact = nn.functional.linear(x, module.weight.float() * module.weight_scale, module.bias)
+        with torch.no_grad():
+            out = module(x)
+        assert module.on_overflow == "adjust" and out.shape == (2, 3, 8)
+        assert (out - exact).norm() / exact.norm() < 0.06
+
+
+def test_the_inputs_of_a_layer_are_shown():
+    linear = nn.Linear(16, 8, bias=False)
+    assert "bias=False, inputs=per token" in repr(FP8Linear.from_linear(linear))
+    assert "inputs=static" in repr(FP8Linear.from_linear(linear, torch.ones(1)))
+
+
+def test_a_static_scale_of_wrong_shape_or_dtype_is_named():
+    with pytest.raises(ShapeMismatchError, match=r"input_scale\.shape=\(2,\)"):
+        FP8Linear.from_linear(nn.Linear(16, 8), torch.ones(2))
+    with pytest.raises(UnsupportedDtypeError, match=r"input_scale\.dtype=torch\.float16"):
+        FP8Linear.from_linear(nn.Linear(16, 8), torch.ones(1).half())
 
 
 def test_wrong_input_size_is_named():

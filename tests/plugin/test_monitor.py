@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,31 @@ def test_tokens_far_below_a_static_scale_are_a_fault_of_their_own(policy):
     assert seen["oss_fused:accuracy_drops_total", "dynamic"] == 0
 
 
+def test_the_first_layer_with_nan_is_where_to_look(policy):
+    from oss_fused.plugin.monitor.statistics import Statistics
+
+    statistics = Statistics(["a", "b", "c"], [float("inf")] * 3, 0, policy=policy)
+    # what lies behind the count is of an earlier sample
+    statistics.add(np.array([[1.0, np.nan], [1.0, 1.0], [1.0, 1.0]], np.float32), [1, 2, 2])
+    assert not bits16_layers(policy)
+    statistics.add(np.array([[1.0], [np.nan], [np.nan]], np.float32), [1, 1, 1])
+    assert bits16_layers(policy).keys() == {"b"}
+
+
+@pytest.mark.parametrize(("kind", "value"), [("reach", 2.0), ("lie below", 1e-6)])
+def test_one_token_of_a_hundred_is_no_fault(kind, value, policy):
+    from oss_fused.plugin.monitor.statistics import Statistics
+
+    statistics = Statistics(["a"], [1.0], 0, policy=policy)
+    row = np.full((1, 100), 0.5, np.float32)
+    row[0, 0] = value
+    statistics.add(row, [100])
+    assert not bits16_layers(policy)
+    row[0, 1] = value
+    statistics.add(row, [100])
+    assert f"2 of 100 tokens {kind}" in bits16_layers(policy)["a"]
+
+
 def test_what_the_limit_of_underflow_costs():
     from oss_fused.plugin.monitor.statistics import UNDERFLOW
 
@@ -154,9 +180,14 @@ def test_policy_file(folder, policy):
     add_layers(policy, {"x": "first"})
     add_layers(policy, {"x": "second", "y": "third"})
     assert bits16_layers(policy) == {"x": "first", "y": "third"}
-    (folder / "policy.json").write_text(json.dumps({"kind": "other", "layers": {}}))
-    with pytest.raises(SchemeError, match="monitor_policy="):
-        bits16_layers(policy)
+    written = Path(policy).stat().st_ino
+    add_layers(policy, {"x": "fourth"})
+    assert Path(policy).stat().st_ino == written, "it says so already"
+    ours = "oss_fused.monitor_policy"
+    for other in ({"kind": "other", "layers": {}}, {"kind": ours, "layers": ["x"]}, []):
+        Path(policy).write_text(json.dumps(other))
+        with pytest.raises(SchemeError, match="monitor_policy="):
+            bits16_layers(policy)
 
 
 def test_policy_changes_the_compile_key(policy):

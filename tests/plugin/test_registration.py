@@ -197,6 +197,7 @@ def test_new_gpus_and_cpus_are_accepted(kind, capability, monkeypatch):
         ({"quant_method": "mxfp4"}, None, None),
         ({"quant_method": "mxfp4"}, "oss_fp8", "oss_fp8"),
         ({}, "oss_fp8", "oss_fp8"),
+        ({"quant_method": ""}, "oss_fp8", "oss_fp8"),
         ({"quant_method": "gptq"}, "gptq", None),
     ],
 )

@@ -92,6 +92,17 @@ def test_stages_share_layers_and_their_cache() -> None:
     assert stage["kv_cache"] == whole["kv_cache"] / 3
 
 
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 3), (2, 2), (8, 1)])
+def test_a_rank_holds_whole_heads_of_the_cache(ranks, heads) -> None:
+    """At least one, rounded up: a key and a value of two bytes each."""
+    config = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 384}
+    config["num_hidden_layers"] = 5
+    found = preflight.needed_gib(1.0, config, 1 << 20, ranks)["kv_cache"]
+    assert found == 5 * heads * 64 * 4 * 2**20 / preflight.GIB
+    found = preflight.needed_gib(1.0, {**config, "head_dim": 128}, 1 << 20, ranks)["kv_cache"]
+    assert found == 5 * heads * 128 * 4 * 2**20 / preflight.GIB
+
+
 def test_a_model_that_fits_several_stages_only(model, monkeypatch, capsys) -> None:
     seen = []
     needed = preflight.needed_gib
@@ -134,9 +145,38 @@ def test_gpu_that_is_not_there() -> None:
     assert preflight.check_device("auto").status == "ok"
 
 
+@pytest.mark.parametrize(("missing", "status"), [("triton", "ok"), ("torch", "fail")])
+def test_a_cpu_serves_without_triton(missing, status, monkeypatch) -> None:
+    version = preflight.environment.version
+    monkeypatch.setattr(
+        preflight.environment, "version", lambda name: None if name == missing else version(name)
+    )
+    check = preflight.check_versions()
+    assert check.status == status and (f"missing: {missing}" in check.detail) is (status == "fail")
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_an_operator_that_is_wrong_in_one_form_is_seen(wrong, monkeypatch) -> None:
+    right = torch.ops.oss_fused.fp8_linear
+
+    def linear(*args):
+        # bf16_rows: few rows are served in two levels of codes
+        return right(*args) * (0 if wrong == bool(args[-1]) else 1)
+
+    monkeypatch.setattr(torch.ops.oss_fused, "fp8_linear", linear)
+    check = preflight.check_operators()
+    rows = preflight.BF16_ROWS if wrong else 0
+    assert check.status == "fail" and f"bf16_rows={rows} is off by 1.000" in check.detail
+
+
 def test_exception_becomes_a_failure() -> None:
     def broken():
         raise RuntimeError("no such library")
 
     check = preflight.guarded("operators", broken, "reinstall")
     assert (check.status, check.detail, check.remedy) == ("fail", "no such library", "reinstall")
+
+    def silent():
+        raise NotImplementedError
+
+    assert preflight.guarded("operators", silent).detail == "NotImplementedError"

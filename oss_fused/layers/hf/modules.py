@@ -20,7 +20,7 @@ from oss_fused.kernels.checks import (
     check_scale,
     check_sizes,
 )
-from oss_fused.kernels.op import check_arguments, default_backend
+from oss_fused.kernels.op import CPU, REFERENCE, check_arguments, default_backend
 from oss_fused.kernels.scale_values import check_scale_values
 from oss_fused.layers.hf.codes import HoldsCodes
 
@@ -339,7 +339,7 @@ class FP8Linear(HoldsCodes):
         # a graph would keep the copy that it was compiled with
         if torch.compiler.is_compiling() or weight.device.type != "cpu":
             return weight
-        if default_backend(weight.device) != "torch":
+        if default_backend(weight.device) not in (REFERENCE, CPU):
             return weight
         # on a CPU unpacking the codes at every call would cost 30 times the product. The codes
         # are kept with what was unpacked: their address alone may be another tensor's by now

@@ -46,7 +46,7 @@ class PatchPolicy:
             raise SchemeError(f"linears={self.linears!r}: expected 'fp8', 'w8a16' or None")
         for entry in self.ignore:
             if entry.startswith("re:"):
-                re.compile(entry[3:])
+                _check_pattern(entry)
 
     @property
     def fuses_mlps(self) -> bool:
@@ -61,6 +61,15 @@ class PatchPolicy:
             else name == entry or name.endswith(f".{entry}")
             for entry in self.ignore
         )
+
+
+def _check_pattern(entry: str) -> None:
+    try:
+        re.compile(entry[3:])
+    except re.error as error:
+        raise SchemeError(
+            f"ignore={entry!r}: expected a regular expression after 're:' ({error})"
+        ) from None
 
 
 @dataclass
