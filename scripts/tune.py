@@ -39,7 +39,7 @@ from harness.summary import merge_summary
 from harness.tuning_differences import differences
 
 from oss_fused.environment import fingerprint
-from oss_fused.errors import OssFusedError, SchemeError
+from oss_fused.errors import BackendUnavailableError, OssFusedError, SchemeError
 from oss_fused.files import write_json
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import check_device
@@ -220,9 +220,31 @@ def in_time(sizes: list[tuple[int, ...]], seconds: float | None) -> Iterator[Any
         yield size
 
 
-def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:
-    """The device and the tuner of its tile table."""
+def gpu(args: argparse.Namespace) -> torch.device:
+    """The GPU that --device names.
+
+    Raises:
+        BackendUnavailableError: it is a CPU, or no GPU is usable here.
+    """
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            f"--device {args.device}: no NVIDIA GPU is usable here; {args.target} expects one"
+        )
     device = check_device(args.device)
+    if device.type != "cuda":
+        raise BackendUnavailableError(
+            f"--device {args.device}: {args.target} expects an NVIDIA GPU, 'cuda' or 'cuda:N'"
+        )
+    return device
+
+
+def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:
+    """The device and the tuner of its tile table.
+
+    Raises:
+        BackendUnavailableError: the device is a CPU, which has no tile table.
+    """
+    device = gpu(args)
     return device, tile_table.gpu_tuner(device, cache, args.force, args.exhaustive, args.workers)
 
 

@@ -191,6 +191,14 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_vllm_shows_what_is_logged_as_info(path: Path) -> None:
+    """vLLM shows INFO of loggers below "vllm" only; of others it shows warnings."""
+    text = path.read_text()
+    if "logger.info" in text:
+        assert 'logger = init_logger(f"vllm.{__name__}")' in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_stay_readable(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400, "one subject a file: split it"
 

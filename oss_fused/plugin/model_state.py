@@ -43,7 +43,8 @@ from oss_fused.layers.vllm.sampled_rows import note_rows
 # drafts whose model takes a step's metadata for its first pass alone
 EAGLE = ("eagle", "eagle3")
 
-logger = init_logger(__name__)
+# vLLM shows what its own loggers say; of others it shows warnings
+logger = init_logger(f"vllm.{__name__}")
 
 _greedy_tokens = direct("greedy_tokens")
 

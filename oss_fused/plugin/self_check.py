@@ -23,7 +23,8 @@ from oss_fused.plugin.options import serving_options
 from oss_fused.quant.self_check import FILE, SelfCheck, parse_self_check
 from oss_fused.quant.settings import QUANT_METHOD
 
-logger = init_logger(__name__)
+# vLLM shows what its own loggers say; of others it shows warnings
+logger = init_logger(f"vllm.{__name__}")
 
 _installed: set[type] = set()
 

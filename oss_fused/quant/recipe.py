@@ -37,7 +37,12 @@ class Override(BaseModel):
     @property
     def weight_scheme(self) -> QuantizationScheme | None:
         """The scheme of that name, None for "BF16"."""
-        return None if self.scheme.upper() == KEEP else preset(self.scheme)
+        if self.scheme.upper() == KEEP:
+            return None
+        try:
+            return preset(self.scheme)
+        except SchemeError as error:
+            raise SchemeError(f"{error}, {KEEP}") from None
 
     @model_validator(mode="after")
     def _known_scheme(self) -> Override:

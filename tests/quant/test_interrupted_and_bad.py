@@ -302,6 +302,11 @@ def test_unsupported_models_are_refused(
         ("llama", {"ignore": ["re:lm_.*"], "lm_head": "fp8"}, "ignore='re:lm_.*': means lm_head"),
         (
             "llama",
+            {"overrides": [{"scheme": "W8A17", "targets": ["lm_head"]}]},
+            "scheme='W8A17': expected one of FP8_DYNAMIC, FP8_STATIC, W8A16, BF16",
+        ),
+        (
+            "llama",
             {"overrides": [{"scheme": "W8A16", "targets": ["lm_head"]}]},
             "overrides=W8A16='lm_head': changes nothing.*lm_head='bf16'",
         ),
