@@ -65,7 +65,8 @@ def test_the_command_measures_every_size(tune, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tile_table, "gpu_launch", lambda bucket, n, k, device: launch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
     output, summary = tmp_path / "r.json", tmp_path / "summary.json"
-    flags = ["--from", H200, "--device", "cpu"]
+    monkeypatch.setattr(tune, "gpu", lambda args: torch.device("cpu"))
+    flags = ["--from", H200, "--device", "cuda"]
     flags += ["--cache", str(tmp_path / "c.json"), "--output", str(output)]
     assert tune.main(["recovery", "--sizes", key, *flags, "--summary", str(summary)]) == 0
     assert "50.0% at worst" in capsys.readouterr().out
