@@ -17,18 +17,14 @@ _PROFILED = {
     "norms, RoPE, cache write": "norms",
     "sampling, copies": "other",
 }
-# summary.json has a figure from the newest run whose code differs at that batch
-_SUMMARY = {1: _EARLY, 2: _EARLY, 4: _EARLY, 8: _EARLY, 32: _BEFORE, 128: _BEFORE, 256: _BEFORE}
 
 
 def passages() -> Passages:
     """The table of groups, that of runs, and what is said of both."""
-    for batch, folder in _SUMMARY.items():
-        took = round(_ms(batch, "oss_fp8", folder), 4)
-        assert summary(f"decode.gpt_oss_20b.kernel_ms_b{batch}") == took
-    for batch in (2, 4, *_BATCHES):
-        took = round(_ms(batch, "oss_fp8", _H100), 4)
-        assert summary(f"h100.decode.gpt_oss_20b.kernel_ms_b{batch}") == took
+    for prefix, folder in (("", _EARLY), ("h100.", _H100)):
+        for batch in (2, 4, *_BATCHES):
+            took = round(_ms(batch, "oss_fp8", folder), 4)
+            assert summary(f"{prefix}decode.gpt_oss_20b.kernel_ms_b{batch}") == took
     return _groups() + _runs() + _ratios()
 
 
