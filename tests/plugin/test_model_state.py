@@ -225,7 +225,7 @@ def test_logprobs_are_vllms(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "adapters", "quantised"), [(1, 0, 1), (2, 0, 1), (1, 1, 1), (1, 0, 0)]
 )
-def test_the_head_is_recorded_behind_the_models_graphs(
+def test_the_head_is_recorded_in_place_behind_the_models_graphs(
     graphs, ranks, adapters, quantised, monkeypatch
 ):
     asked, inner = [], []
@@ -290,14 +290,14 @@ def test_a_batch_takes_the_smallest_graph_that_holds_it(monkeypatch):
     assert graphs(head, written[:3]).eq(10).all() and replayed == [1] * 3 and not heads
     assert graphs._graphs[3][1].eq(0).all()
     # the graph of eight rows would read behind the end of these
-    assert graphs._behind.keys() == {1, 2, 3, 4}
+    assert graphs._in_place.keys() == {1, 2, 3, 4}
     # graphs that replay one at a time share their memory
     assert pools == ["shared"] * (3 + 5)
     # a part that begins elsewhere
     graphs(head, written[1:3])
     assert graphs._graphs[2][1].eq(5).all()
     graphs.renew(head)
-    assert graphs._behind.keys() == {1, 2, 3, 4}
+    assert graphs._in_place.keys() == {1, 2, 3, 4}
     graphs.forget()
     heads.clear()
     assert graphs(head, written[:3]).eq(10).all() and heads == [3]

@@ -31,8 +31,8 @@ class HeadGraphs:
         """No graphs yet: every call runs the head itself."""
         self._recorded: tuple[list[int], torch.Tensor, torch.Tensor | None] | None = None
         self._graphs: dict[int, Recorded] = {}
-        # those that read what the model's graphs wrote
-        self._behind: dict[int, Recorded] = {}
+        # those that read hidden states where the model's graphs wrote them
+        self._in_place: dict[int, Recorded] = {}
 
     def capture(
         self,
@@ -59,12 +59,12 @@ class HeadGraphs:
             copies = like.new_zeros(rows, like.shape[-1])
             self._graphs |= dict.fromkeys(covered, _record(head, copies, pool))
             if written is not None and len(written) >= rows:
-                self._behind |= dict.fromkeys(covered, _record(head, written[:rows], pool))
+                self._in_place |= dict.fromkeys(covered, _record(head, written[:rows], pool))
             below = rows
 
     def forget(self) -> None:
         """Run the head itself from the next call on: it computes something else now."""
-        self._graphs, self._behind = {}, {}
+        self._graphs, self._in_place = {}, {}
 
     def renew(self, head: Head) -> None:
         """Record anew what was recorded before: ``head`` computes something else now."""
@@ -75,14 +75,14 @@ class HeadGraphs:
     def __call__(self, head: Head, hidden_states: torch.Tensor) -> torch.Tensor:
         """``head(hidden_states)``; from a graph, memory that the next call overwrites."""
         rows = hidden_states.shape[0]
-        found = self._behind.get(rows)
-        is_there = found is not None and found[1].data_ptr() == hidden_states.data_ptr()
-        if not is_there:
+        found = self._in_place.get(rows)
+        in_place = found is not None and found[1].data_ptr() == hidden_states.data_ptr()
+        if not in_place:
             found = self._graphs.get(rows)
         if found is None or observed():
             return head(hidden_states)
         graph, hidden, logits = found
-        if not is_there:
+        if not in_place:
             hidden[:rows].copy_(hidden_states)
         graph.replay()
         return logits[:rows]
