@@ -141,6 +141,19 @@ def finished(acc):
 
 
 @triton.jit
+def used_from_here(x):
+    """16-bit ``x``, which is exchanged between threads below this line, not above.
+
+    Triton 3.6 moves an exchange up: of a loaded tile to its load, so that the loads below wait for
+    it, and out of a branch. An empty use keeps it here.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def mix_bits(x):
     """A permutation of uint32 whose output bits look independent; see kernels/random_mask.py."""
     x ^= x >> 16

@@ -79,14 +79,21 @@ def cache(heads: int, dim: int, page: int = 16, dtype: torch.dtype = BF16) -> li
 
 
 def qkv(
-    rows: int, hidden: int, heads: int, kv_heads: int, dim: int, two_levels: bool = False
+    rows: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    two_levels: bool = False,
+    bias: bool = True,
 ) -> None:
     levels = codes(16, hidden)[0] if two_levels else None
     n = (heads + 2 * kv_heads) * dim
     (x, x_scale), (w, w_scale) = codes(rows, hidden), codes(n, hidden)
     where = empty(rows, dtype=torch.int64)
     get_kernel("triton", "qkv_rope_kv")(
-        x, w, x_scale, w_scale, empty(n), BF16, where, empty(4096, dim), heads, True,
+        x, w, x_scale, w_scale, empty(n) if bias else None, BF16, where, empty(4096, dim), heads,
+        True,
         *cache(kv_heads, dim), where, None, None, None, None, 1e-5, None, True, levels,
     )  # fmt: skip
 
@@ -204,7 +211,7 @@ LONG: dict[str, functools.partial[None]] = {
         for rows in (2, 16, 32, 128, 256, 1024, 2048)
     },
     **{
-        f"joined qkv of Llama {rows}": call(qkv, rows, 4096, 32, 8, 128)
+        f"joined qkv of Llama {rows}": call(qkv, rows, 4096, 32, 8, 128, bias=False)
         for rows in (1, 16, 64, 128)
     },
     **{f"gate_up {rows}": call(gate_up, rows) for rows in (1, 16, 64, 128, 512)},

@@ -83,6 +83,8 @@ ALLOWED = {
     ("moe.gemm._down_kernel", "_load_step", "w_ptrs"): _WEIGHT,
     ("moe.gemm._down_kernel", "_load_step", "s_ptrs"): _WEIGHT,
     ("norm.triton._add_rms_norm_quant_kernel", "_add_rms_norm_quant_kernel", "weight"): _WEIGHT,
+    ("qkv.stream._qkv_kernel", "_load_bias", "bias"): _WEIGHT,
+    ("qkv.stream._qkv_kernel", "_multiply", "b_scale"): _WEIGHT,
     ("qkv.stream._qkv_kernel", "_request_weights", "b_desc"): _WEIGHT,
     ("qkv.stream._qkv_kernel", "load_ring", "a_desc"): _OUTSIDE,
     ("moe.router_norm._add_rms_norm_router_kernel", "_add_rms_norm_router_kernel", "gate"): _WEIGHT,
@@ -100,7 +102,11 @@ ALLOWED = {
         "_add_rms_norm_router_kernel",
         "residual",
     ): _ADDED,
-    ("moe.router_norm._add_rms_norm_router_kernel", "_store_logits", "gate_bias"): _WEIGHT,
+    (
+        "moe.router_norm._add_rms_norm_router_kernel",
+        "_add_rms_norm_router_kernel",
+        "gate_bias",
+    ): _WEIGHT,
     ("moe.router_norm._add_rms_norm_router_kernel", "_store_logits", "target"): _EXPECTED,
 }
 # programs that end without a wait; another program of the same launch waits

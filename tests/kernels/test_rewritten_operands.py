@@ -223,7 +223,7 @@ _OPERATIONS = {
     ),
     **{f"moe_fp8-{m}": ("moe_fp8", experts(m, True), ()) for m in (1, 40)},
     **{
-        f"decode_attention-{rows}-{dim}": ("decode_attention", attention(rows, dim), (3, 4))
+        f"decode_attention-{rows}-{dim}": ("decode_attention", attention(rows, dim), (3, 4, 9))
         for rows, dim in ((2, 64), (300, 64), (300, 128))
     },
 }

@@ -14,7 +14,7 @@ from oss_fused.kernels.attention.pages import (
     unpack_pairs,
 )
 from oss_fused.kernels.launch import prefetch_line, start_next
-from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.numerics import round_to, used_from_here
 
 # below every logit; finite, because a warp may see no position: -inf less itself would be NaN
 LEAST = tl.constexpr(-3.4028234663852886e38)
@@ -155,12 +155,22 @@ def prefetch_tile(
 
 
 @triton.jit
-def _load_queries(query, mask, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr):
-    """Queries, of each warp where there are WARPS; lets the next kernel start."""
+def _load_queries(query, mask, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """Queries; lets the next kernel start."""
     q = load_as(query, mask, DTYPE)
     if HEAD_DIM > 64:
         # behind the request for the first tile: the next kernels' weights would come before it
         start_next()
+    return q
+
+
+@triton.jit
+def _of_warps(q, WARPS: tl.constexpr):
+    """Queries as an operand, of each warp where there are WARPS.
+
+    In the loop over tiles: above it, the first tile would be asked for when queries are there.
+    """
+    q = used_from_here(q)
     if WARPS > 1:
         q = tl.broadcast_to(q[None], WARPS, q.shape[0], q.shape[1])
     return q
@@ -213,14 +223,17 @@ def attend(
             PAIRS,
             DTYPE,
         )
-        q = _load_queries(query, mask_q, HEAD_DIM, WARPS, DTYPE)
+        q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
+        # all are on their way before one is waited for
+        k, v, v_odd = used_from_here(k), used_from_here(v), used_from_here(v_odd)
+        q = _of_warps(q, WARPS)
         seen = _seen(begin, end, last, WINDOW, BLOCK_N, WARPS)
         weights, _, best, total = _weigh(q, k, seen, scale, best, total, DTYPE)
         acc = tl.dot(weights, v)
         if PAIRS:
             odd = tl.dot(weights, v_odd)
     else:
-        q = _load_queries(query, mask_q, HEAD_DIM, WARPS, DTYPE)
+        q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
         for start in range(begin, end, BLOCK_N):
             k, v, v_odd = _load_tile(
                 keys,
@@ -239,12 +252,17 @@ def attend(
             )
             pages = load_pages(table, start + BLOCK_N, end, keys.page_size, BLOCK_N, WARPS, RUN)
             seen = _seen(start, end, last, WINDOW, BLOCK_N, WARPS)
-            weights, shrink, best, total = _weigh(q, k, seen, scale, best, total, DTYPE)
+            of_warps = _of_warps(q, WARPS)
+            weights, shrink, best, total = _weigh(of_warps, k, seen, scale, best, total, DTYPE)
             acc = tl.dot(weights, v, acc * shrink)
             if PAIRS:
                 odd = tl.dot(weights, v_odd, odd * shrink)
     if PAIRS:
-        acc = tl.reshape(tl.join(acc, odd), q.shape)
+        acc = tl.join(acc, odd)
+        if WARPS > 1:
+            acc = tl.reshape(acc, WARPS, BLOCK_G, BLOCK_D)
+        else:
+            acc = tl.reshape(acc, BLOCK_G, BLOCK_D)
     if WARPS > 1:
         best, total, acc = _sum_warps(best, total, acc)
     return best, total, acc

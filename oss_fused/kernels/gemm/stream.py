@@ -45,7 +45,9 @@ def _sums_layout(rows, tokens, slices, warps):
     if slices == 1 and tokens >= 8:
         return ring_layout(tokens, warps)
     lanes = min(rows, 32)
-    return gl.BlockedLayout([1, 2], [lanes, 32 // lanes], [1, warps], [0, 1])
+    # of [slices, rows, tokens]: a thread has all slices of its sums
+    each = gl.BlockedLayout([slices, 1, 2], [1, lanes, 32 // lanes], [1, 1, warps], [1, 2, 0])
+    return gl.SliceLayout(0, each)
 
 
 @gluon.jit
@@ -61,17 +63,22 @@ def _add_slices(acc, SLICES: gl.constexpr, TOKENS: gl.constexpr):
     of_tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)) // COLUMNS
     acc = gl.where(of_weights[:, None] == of_tokens[None, :], acc, 0.0)
     acc = gl.sum(acc.reshape([SLICES, ROWS, SLICES * COLUMNS // TOKENS, TOKENS]), 2)
-    return gl.convert_layout(gl.sum(acc, 0), _sums_layout(ROWS, TOKENS, SLICES, gl.num_warps()))
+    sums: gl.constexpr = _sums_layout(ROWS, TOKENS, SLICES, gl.num_warps())
+    return gl.sum(gl.convert_layout(acc, sums.parent), 0)
 
 
 @gluon.jit
-def _store(acc, out, first_m, first_n, m, n):
+def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr):
     """Round [rows of b, rows of a] and write what lies inside out [m, n]."""
     BLOCK_N: gl.constexpr = acc.type.shape[0]
     BLOCK_M: gl.constexpr = acc.type.shape[1]
-    # eight outputs of a token in a thread: 16-byte stores
-    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    result = gl.convert_layout(acc.to(out.dtype.element_ty), stored)
+    result = acc.to(out.dtype.element_ty)
+    if EXCHANGE:
+        # eight outputs of a token in a thread: 16-byte stores
+        result = gl.convert_layout(
+            result, gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+        )
+    stored: gl.constexpr = result.type.layout
     offs_n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
     offs_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))
     gl.store(
@@ -132,7 +139,8 @@ def _multiply(
     if LEVELS == 2:
         left, right = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
         acc = left + right
-    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n)
+    # a warp has neighbouring outputs of a token where sums are those of slices
+    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n, SLICES == 1)
 
 
 @gluon.jit(do_not_specialize=["m"])

@@ -249,7 +249,8 @@ def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, b
     if coded:
         limit = max(1, min(2 * _CODED_ELEMENTS // padded, max(128, _CODED_ELEMENTS // padded)))
     if tokens <= limit:
-        return next_power_of_2(tokens), True
+        # a token for each of four warps
+        return max(min(4, limit), next_power_of_2(tokens)), True
     return min(32, limit), False
 
 

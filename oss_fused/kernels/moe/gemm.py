@@ -309,6 +309,7 @@ def _gate_up_kernel(
     if bias is not None:
         gate_shift = _load_rows(bias + expert * P.n, 2 * column, P).to(tl.float32)
         up_shift = _load_rows(bias + expert * P.n, 2 * column + 1, P).to(tl.float32)
+    scale = tl.load(x_scale + token, mask=mask, other=0.0)[None, :]
     if P.mxfp4:
         acc = _packed_products(x, weight, weight_scale, token, mask, 0, P)
     else:
@@ -322,7 +323,6 @@ def _gate_up_kernel(
     # tile rows (w, pair, r): pair 0 are gates, pair 1 the ups of the same intermediate columns
     pairs = acc.reshape(P.groups, 4, 2, 8, P.rows).permute(0, 1, 3, 4, 2).reshape(SPAN, P.rows, 2)
     gate, up = pairs.split()
-    scale = tl.load(x_scale + token, mask=mask, other=0.0)[None, :]
     gate = gate * _as_scale(gate_scale, P)[:, None] * scale
     up = up * _as_scale(up_scale, P)[:, None] * scale
     if bias is not None:

@@ -24,6 +24,8 @@ from oss_fused.kernels.moe.encode import empty_codes, load_row, row_codes, store
 
 # above the key of every pair that is computed here
 _NOWHERE = tl.constexpr(2147483647)
+# entries of the list that are marked as unused at once
+_UNUSED = tl.constexpr(64)
 
 
 class Routing(NamedTuple):
@@ -86,54 +88,44 @@ def local_ids(expert_map, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def place_pairs(chosen, here, base, routing, first, n_tokens, SHAPE: tl.constexpr):
+def place_pairs(slot, pairs, base, routing, first, SHAPE: tl.constexpr):
     """Store order and place of a block's pairs.
 
-    ``here`` [BT, EP]: whether a token has a pair with an expert of this rank; ``base`` [EP]: the
-    block's first position per expert.
+    ``slot`` [EP, BT]: in which slot a token has an expert, -1 for none; ``pairs``: 1 where it has
+    one of this rank, else 0; ``base`` [EP]: the block's first position per expert.
     """
-    K: tl.constexpr = SHAPE.top_k
     token = first + tl.arange(0, SHAPE.block)
-    column = tl.arange(0, SHAPE.padded_experts)
-    pairs = here.to(tl.int32)
-    position = tl.where(here, base[None, :] + tl.cumsum(pairs, 0) - pairs, -1)
-    for i in tl.static_range(K):
-        # all others are below -1
-        of_slot = tl.where(column[None, :] == chosen[i][:, None], position, -2)
-        at = tl.max(of_slot, 1)
-        index = token * K + i
-        tl.store(routing.order + at, index, mask=at >= 0)
-        tl.store(routing.place + index, at, mask=token < n_tokens)
+    here = pairs > 0
+    position = base[:, None] + tl.cumsum(pairs, 1) - pairs
+    index = token[None, :] * SHAPE.top_k + slot
+    tl.store(routing.order + position, index, mask=here)
+    tl.store(routing.place + index, tl.where(here, position, -1), mask=slot >= 0)
 
 
 @triton.jit
-def list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE: tl.constexpr, BM: tl.constexpr):
-    """Store (expert, first position, rows) of every tile; unused entries get expert -1.
+def list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE: tl.constexpr):
+    """Store (expert, first position, rows) of every tile; of an unused one only the expert, -1.
 
     Their number is the beginning of ``progress``.
     """
-    EP: tl.constexpr = SHAPE.padded_experts
     ROWS: tl.constexpr = SHAPE.rows
-    expert = tl.arange(0, EP)
-    per_expert = (counts + ROWS - 1) // ROWS
-    ends = tl.cumsum(per_expert, 0)
-    tl.store(routing.progress, tl.sum(per_expert, 0))
+    expert = local_ids(expert_map, SHAPE)
+    of_expert = (counts + ROWS - 1) // ROWS
+    first = tl.cumsum(of_expert, 0) - of_expert
+    total = tl.sum(of_expert, 0)
+    tl.store(routing.progress, total)
     tl.store(routing.progress + 1 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
-    for at in range(0, n_tiles, BM):
-        tile = at + tl.arange(0, BM)
-        owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        hit = expert[None, :] == owner[:, None]
-        nth = tile - tl.sum(tl.where(hit, (ends - per_expert)[None, :], 0), 1)
-        count = tl.sum(tl.where(hit, counts[None, :], 0), 1) - nth * ROWS
-        begin = tl.sum(tl.where(hit, starts[None, :], 0), 1) + nth * ROWS
-        mask = tile < n_tiles
-        owned = owner < EP
-        if expert_map is not None:
-            owner = tl.load(expert_map + owner, mask=owned, other=-1)
-        at_tile = routing.tiles + tile * 3
-        tl.store(at_tile, tl.where(owned, owner, -1), mask=mask)
-        tl.store(at_tile + 1, begin, mask=mask)
-        tl.store(at_tile + 2, tl.minimum(count, ROWS), mask=mask)
+    for nth in range(0, tl.max(of_expert, 0)):
+        # tile ``nth`` of every expert that has as many
+        mask = nth < of_expert
+        tile = routing.tiles + (first + nth) * 3
+        tl.store(tile, expert, mask=mask)
+        tl.store(tile + 1, starts + nth * ROWS, mask=mask)
+        tl.store(tile + 2, tl.minimum(counts - nth * ROWS, ROWS), mask=mask)
+    for at in range(0, n_tiles, _UNUSED):
+        tile = at + tl.arange(0, _UNUSED)
+        unused = (tile >= total) & (tile < n_tiles)
+        tl.store(routing.tiles + tile * 3, tl.full((_UNUSED,), -1, tl.int32), mask=unused)
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_tiles"])
@@ -157,17 +149,15 @@ def _place_kernel(expert_map, routing, counts, n_tokens, n_tiles, SHAPE: tl.cons
     start = tl.cumsum(total, 0) - total
     first = pid * SHAPE.block
     token = first + tl.arange(0, SHAPE.block)
-    chosen = ()
     BT: tl.constexpr = SHAPE.block
-    here = tl.zeros((BT, EP), tl.int1)
+    slot = tl.full((EP, BT), -1, tl.int32)
     for i in tl.static_range(K):
-        of_slot = tl.load(routing.topk_ids + token * K + i, mask=token < n_tokens, other=-1)
-        chosen += (of_slot,)  # type: ignore[assignment]
-        here |= of_slot[:, None] == expert[None, :]
-    here &= (local_ids(expert_map, SHAPE) >= 0)[None, :]
-    place_pairs(chosen, here, start + before, routing, first, n_tokens, SHAPE)
+        chosen = tl.load(routing.topk_ids + token * K + i, mask=token < n_tokens, other=-1)
+        slot = tl.where(chosen[None, :] == expert[:, None], i, slot)
+    here = (slot >= 0) & (local_ids(expert_map, SHAPE) >= 0)[:, None]
+    place_pairs(slot, here.to(tl.int32), start + before, routing, first, SHAPE)
     if pid == 0:
-        list_tiles(total, start, expert_map, routing, n_tiles, SHAPE, 64)
+        list_tiles(total, start, expert_map, routing, n_tiles, SHAPE)
 
 
 @triton.jit
@@ -198,9 +188,7 @@ def _count_and_list(
         expert, here = _experts(at + tl.arange(0, CHUNK), routing, expert_map, n_pairs)
         counts += tl.histogram(expert, EP, mask=here)
     starts = tl.cumsum(counts, 0) - counts
-    # few registers: the programs that encode get as many
-    BM: tl.constexpr = 64 if EP <= 64 else 4096 // EP if EP <= 4096 else 1
-    list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE, BM)
+    list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE)
 
 
 @triton.jit

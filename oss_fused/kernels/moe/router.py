@@ -34,7 +34,7 @@ from oss_fused.kernels.numerics import sort_keys
 @triton.jit
 def _packed(logits, column):
     """Integers that order as the experts are chosen: by value with NaN above all, then the lower
-    expert; and how many low bits are the expert's."""
+    expert. No two are equal."""
     _, key = sort_keys(logits)
     if logits.dtype == tl.bfloat16:
         return (key & -65536) | (65535 - column)
@@ -43,58 +43,50 @@ def _packed(logits, column):
 
 
 @triton.jit
-def _unpacked(best):
-    """(value, expert) of what ``_packed`` made."""
-    if best.dtype == tl.int32:
-        key = best & -65536
-        expert = 65535 - (best & 65535)
+def _value(packed):
+    """The value in what ``_packed`` made, as float32."""
+    if packed.dtype == tl.int32:
+        key = packed & -65536
         bits = key ^ ((key >> 31) & 0x7FFF0000)
     else:
-        key = (best >> 32).to(tl.int32)
-        expert = (0xFFFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
+        key = (packed >> 32).to(tl.int32)
         bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True), expert
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _topk(logits, routing, first, n_tokens, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """Store weights and ids of BT tokens; return the ids, a tuple of [BT], and what is chosen
-    [BT, EP]."""
+    """Store weights and ids of BT tokens; return the slot of each expert [EP, BT], -1 for none."""
     EXPERTS: tl.constexpr = SHAPE.experts
     K: tl.constexpr = SHAPE.top_k
     BT: tl.constexpr = SHAPE.block
     token = first + tl.arange(0, BT)
-    column = tl.arange(0, SHAPE.padded_experts)
-    live = token < n_tokens
-    mask = live[:, None] & (column < EXPERTS)[None, :]
-    pointers = logits + token.to(tl.int64)[:, None] * EXPERTS + column[None, :]
-    loaded = tl.load(pointers, mask=mask, other=float("-inf"))
-    keys = _packed(loaded, column[None, :])
+    expert = tl.arange(0, SHAPE.padded_experts)[:, None]
+    mask = (token < n_tokens)[None, :] & (expert < EXPERTS)
+    # loaded one by one, so that a warp has the experts of a token and stores what it has loaded
+    offsets = tl.max_contiguous(token.to(tl.int64)[None, :] * EXPERTS + expert, (1, 1))
+    loaded = tl.load(logits + offsets, mask=mask, other=float("-inf"))
+    keys = _packed(loaded, expert)
     # below the key of -inf: never chosen while a real expert is left
     LEAST: tl.constexpr = -2147483648 if loaded.dtype == tl.bfloat16 else -9223372036854775808
-    keys = tl.where((column < EXPERTS)[None, :], keys, LEAST)
-    ids = ()
-    exps = ()
+    keys = tl.where(expert < EXPERTS, keys, LEAST)
+    slot = tl.full(keys.shape, -1, tl.int32)
     top = tl.zeros((BT,), tl.float32)
-    total = tl.zeros((BT,), tl.float32)
     for i in tl.static_range(K):
-        best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], LEAST, keys)
-        value, expert = _unpacked(best)
+        best = tl.max(keys, 0)
+        hit = keys == best[None, :]
+        slot = tl.where(hit, i, slot)
+        keys = tl.where(hit, LEAST, keys)
         if i == 0:
-            top = value
-        # a NaN comes first, and makes all of the row's NaN
-        ids += (expert,)  # type: ignore[assignment]
-        exps += (tl.exp(value - top),)  # type: ignore[assignment]
-        total += exps[i]
-    if not RENORMALIZE:
-        values = tl.where(mask, loaded.to(tl.float32), float("-inf"))
-        total = tl.sum(tl.exp(values - top[:, None]), 1)
-    for i in tl.static_range(K):
-        out = token.to(tl.int64) * K + i
-        tl.store(routing.topk_weights + out, exps[i] / total, mask=live)
-        tl.store(routing.topk_ids + out, ids[i], mask=live)
-    return ids, (keys == LEAST) & mask
+            # a NaN comes first, and makes all of the row's NaN
+            top = _value(best)
+    slot = tl.where(mask, slot, -1)
+    exps = tl.exp(loaded.to(tl.float32) - top[None, :])
+    total = tl.sum(tl.where((slot >= 0) if RENORMALIZE else mask, exps, 0.0), 0)
+    index = token[None, :] * K + slot
+    tl.store(routing.topk_weights + index, exps / total[None, :], mask=slot >= 0)
+    tl.store(routing.topk_ids + index, tl.broadcast_to(expert, slot.shape), mask=slot >= 0)
+    return slot
 
 
 @triton.jit
@@ -106,17 +98,16 @@ def _route_block(pid, work, SHAPE: tl.constexpr, RENORMALIZE: tl.constexpr, SING
     logits, expert_map, routing, counts, n_tokens, n_tiles = work
     EP: tl.constexpr = SHAPE.padded_experts
     first = 0 if SINGLE else pid * SHAPE.block
-    chosen, here = _topk(logits, routing, first, n_tokens, SHAPE, RENORMALIZE)
-    here &= (local_ids(expert_map, SHAPE) >= 0)[None, :]
-    count = tl.sum(here.to(tl.int32), 0)
+    slot = _topk(logits, routing, first, n_tokens, SHAPE, RENORMALIZE)
+    here = (slot >= 0) & (local_ids(expert_map, SHAPE) >= 0)[:, None]
+    pairs = here.to(tl.int32)
+    count = tl.sum(pairs, 1)
     if SINGLE:
         start = tl.cumsum(count, 0) - count
         if pid == 0:
-            place_pairs(chosen, here, start, routing, first, n_tokens, SHAPE)
+            place_pairs(slot, pairs, start, routing, first, SHAPE)
         else:
-            # few tokens have few tiles
-            BM: tl.constexpr = min(64, max(16, 4 * SHAPE.block))
-            list_tiles(count, start, expert_map, routing, n_tiles, SHAPE, BM)
+            list_tiles(count, start, expert_map, routing, n_tiles, SHAPE)
     elif counts is not None:
         tl.store(counts + pid * EP + tl.arange(0, EP), count)
 
@@ -227,7 +218,8 @@ def _launch(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        num_warps=4 if shape.block * shape.padded_experts <= 2048 else 8,
+        # up to eight columns a warp, one after the other
+        num_warps=4 if shape.block * shape.padded_experts <= 1024 else 8,
         **pdl_options(router_logits.device),
     )
 

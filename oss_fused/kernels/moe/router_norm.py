@@ -22,7 +22,7 @@ from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.config import router_part
 from oss_fused.kernels.moe.encode import NO_CODES, Encoded, store_row
-from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.numerics import round_to, used_from_here
 
 
 @triton.jit
@@ -32,11 +32,9 @@ def _normed(hidden, gain, H: tl.constexpr, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store_logits(target, y, of_gate, gate_bias, expert, live, dtype: tl.constexpr):
+def _store_logits(target, y, of_gate, shift, expert, live, dtype: tl.constexpr):
     """Logits of a program's experts for the normed row ``y``."""
-    logit = tl.sum(of_gate.to(tl.float32) * y.to(tl.float32)[None, :], 1)
-    if gate_bias is not None:
-        logit += tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
+    logit = tl.sum(of_gate.to(tl.float32) * y.to(tl.float32)[None, :], 1) + shift
     tl.store(target + expert, round_to(logit, dtype), mask=live)
 
 
@@ -72,10 +70,13 @@ def _add_rms_norm_router_kernel(
         live = expert < EXPERTS
         gate_mask = live[:, None] & mask[None, :]
         of_gate = tl.load(gate + expert[:, None] * H + column[None, :], mask=gate_mask, other=0.0)
+        shift = 0.0
+        if gate_bias is not None:
+            shift = tl.load(gate_bias + expert, mask=live, other=0.0).to(tl.float32)
     if expected is not None:
         before = tl.load(residual + row + column, mask=mask, other=0.0).to(tl.float32)
         y = _normed(before, gain, H, eps, dtype)
-        _store_logits(expected, y, of_gate, gate_bias, expert, live, dtype)
+        _store_logits(expected, y, of_gate, shift, expert, live, dtype)
     # not before: the kernel that follows reads what is expected ahead of its own wait
     start_next()
     wait_for_inputs()
@@ -89,11 +90,13 @@ def _add_rms_norm_router_kernel(
         tl.store(normed + row + column, y, mask=mask)
     if gate is not None:
         target = logits + tl.program_id(0).to(tl.int64) * EXPERTS
-        _store_logits(target, y, of_gate, gate_bias, expert, live, dtype)
+        _store_logits(target, y, of_gate, shift, expert, live, dtype)
     # the outer branch is decided when the kernel is compiled
     if rows.codes is not None:  # noqa: SIM102
         if part == tl.num_programs(1) - 1:
-            store_row(rows, tl.program_id(0), y.to(tl.float32), H, BLOCK, LEVELS, True)
+            # exchanged between threads here, not by the programs that have logits as well
+            value = used_from_here(y).to(tl.float32)
+            store_row(rows, tl.program_id(0), value, H, BLOCK, LEVELS, True)
 
 
 def add_rms_norm_router(

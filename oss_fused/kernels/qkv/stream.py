@@ -16,7 +16,13 @@ from oss_fused.kernels.cache import Heads, cache_row, paged_cache, reciprocal, s
 from oss_fused.kernels.checks import FP8, has_aligned_rows
 from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.launch import pdl_options, runs_gluon, start_next, wait_for_inputs
+from oss_fused.kernels.launch import (
+    pdl_options,
+    runs_gluon,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, sum_ring
 from oss_fused.kernels.tiles import row_bucket
@@ -38,11 +44,20 @@ def paired_layout(pairs, tokens, warps):
 
 
 @gluon.jit
-def _finish(half, row_scale, channel, bias, at, dtype: gl.constexpr):
-    """Scale the sums of one half of the pairs, add the bias of rows ``at``, round."""
-    half = half * row_scale[None, :] * channel[:, None]
+def _load_bias(bias, at):
+    """Bias of the weight's rows ``at``, float32; None where there is none."""
+    shift = None
     if bias is not None:
-        half += gl.load(bias + at).to(gl.float32)[:, None]
+        shift = gl.load(bias + at).to(gl.float32)
+    return shift
+
+
+@gluon.jit
+def _finish(half, row_scale, channel, shift, dtype: gl.constexpr):
+    """Scale the sums of one half of the pairs, add their bias, round."""
+    half = half * row_scale[None, :] * channel[:, None]
+    if shift is not None:
+        half += shift[:, None]
     return half.to(dtype)
 
 
@@ -83,7 +98,15 @@ def _store_cached(caches, slot, head, kv_heads, pair, mask, halves, scales, HALF
 
 
 @gluon.jit
-def _multiply(ring, operands, place, sizes, HEAD_DIM: gl.constexpr, LEVELS: gl.constexpr):
+def _multiply(
+    ring,
+    operands,
+    place,
+    sizes,
+    HEAD_DIM: gl.constexpr,
+    LEVELS: gl.constexpr,
+    PREFETCH: gl.constexpr,
+):
     """The product of one head's pairs, rotated, into q or the cache."""
     inputs, q_out, caches, slots, scales = operands
     a_scale, b_scale, bias, positions, cos_sin, stride_table = inputs
@@ -97,9 +120,13 @@ def _multiply(ring, operands, place, sizes, HEAD_DIM: gl.constexpr, LEVELS: gl.c
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, paired)))
     pair = first + gl.arange(0, PAIRS, gl.SliceLayout(1, gl.SliceLayout(2, paired)))
     at = head * HEAD_DIM + pair
+    wait_unless(PREFETCH)
+    # everything that the epilogue needs arrives before the sums are there
+    left_scale, right_scale = gl.load(b_scale + at), gl.load(b_scale + at + HALF)
+    left_bias = _load_bias(bias, at)
+    right_bias = _load_bias(bias, at + HALF)
     wait_for_inputs()
     start_next()
-    left_scale, right_scale = gl.load(b_scale + at), gl.load(b_scale + at + HALF)
     slot = gl.load(slots + token, mask=token < slot_count, other=-1).to(gl.int64)
     cos, sin = _load_angles(positions, cos_sin, stride_table, token, pair, m, HALF)
     row_scale = gl.load(a_scale + token, mask=token < m, other=0.0)
@@ -110,8 +137,8 @@ def _multiply(ring, operands, place, sizes, HEAD_DIM: gl.constexpr, LEVELS: gl.c
         acc = first_level + second_level * 0.0625
     acc = acc.reshape([2, PAIRS, TOKENS]).permute((1, 2, 0))
     left, right = gl.split(gl.convert_layout(acc, paired))
-    left = _finish(left, row_scale, left_scale, bias, at, dtype)
-    right = _finish(right, row_scale, right_scale, bias, at + HALF, dtype)
+    left = _finish(left, row_scale, left_scale, left_bias, dtype)
+    right = _finish(right, row_scale, right_scale, right_bias, dtype)
     if head < heads + kv_heads:
         left, right = _rotate(left, right, cos, sin, dtype)
     if head < heads:
@@ -162,7 +189,7 @@ def _qkv_kernel(
     steps = ((0, 0), (HALF, 0))
     gl.warp_specialize(
         [
-            (_multiply, (ring, operands, (head, first), sizes, HEAD_DIM, LEVELS)),
+            (_multiply, (ring, operands, (head, first), sizes, HEAD_DIM, LEVELS, PREFETCH)),
             (load_ring, (a_desc, b_desc, ring, warm, (0, first_n), steps, k, PREFETCH)),
         ],
         [1],
