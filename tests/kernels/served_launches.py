@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from typing import Any
 
@@ -164,6 +165,13 @@ def example(operation: str) -> None:
     get_kernel("triton", operation)(*map(move, arguments))
 
 
+def asked(ptx: str) -> int:
+    """Global loads that follow the wait for the kernel ahead before threads exchange anything."""
+    behind = ptx.rpartition("griddepcontrol.wait")[2]
+    alone = re.split(r"bar\.sync|st\.shared", behind, maxsplit=1)[0]
+    return len(re.findall(r"ld\.global|cp\.async\.c[ag]", alone))
+
+
 call = functools.partial
 # gpt-oss-20b, 120b on one of two GPUs, Llama-3-8B; heads whose query heads share keys, or do not
 SHORT: dict[str, functools.partial[None]] = {
@@ -250,4 +258,6 @@ if __name__ == "__main__":
             shown["prefetches"] = kernel.asm["ptx"].count("prefetch.global.L2")
             # those that read their left operand transposed
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
+            shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
+            shown["asked"] = asked(kernel.asm["ptx"])
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

@@ -82,6 +82,27 @@ def test_w13_asks_for_weights_of_few_tokens_early(case, kernel, prefetches, comp
     assert found["prefetches"] == prefetches
 
 
+@pytest.mark.parametrize("case", ["attention 1", "attention 1, window"])
+def test_attention_asks_for_a_tile_before_it_uses_queries(case, compiled):
+    """A tile of 128 keys and values of 64: 16 loads of 16 bytes a thread, and one of queries."""
+    (kernel,) = compiled[case]
+    assert kernel["asked"] >= 16 + 1
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "most"),
+    [
+        ("experts 8", "_route_kernel", 20),
+        ("experts 1", "_add_rms_norm_router_kernel", 16),
+        ("experts 128", "_place_and_encode_kernel", 12),
+    ],
+)
+def test_threads_of_small_kernels_seldom_meet(case, kernel, most, compiled):
+    """Nothing else runs while the few programs of such a kernel wait for each other's threads."""
+    (found,) = [each for each in compiled[case] if each["name"] == kernel]
+    assert found["meetings"] <= most
+
+
 @pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])
 def test_large_batches_read_keys_and_values_once(case, compiled):
     """64 rows times 16 columns at a time; as many programs as the rule says fit."""

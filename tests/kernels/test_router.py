@@ -233,7 +233,8 @@ def test_codes_in_the_order_of_the_pairs(
 def test_tokens_of_one_program_where_codes_are_stored(experts, last):
     assert config.routing_block(last, experts, True) == (last, True)
     block, single = config.routing_block(last + 1, experts, True)
-    assert not single and block == min(32, last)
+    assert not single and block == min(16, last)
+    assert config.routing_block(769, experts, True) == (min(32, last), False)
 
 
 def test_who_places_and_encodes_in_one_launch():

@@ -251,7 +251,8 @@ def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, b
     if tokens <= limit:
         # a token for each of four warps
         return max(min(4, limit), next_power_of_2(tokens)), True
-    return min(32, limit), False
+    # few tokens of a program are ranked sooner; of many tokens, more programs' counts are added up
+    return min(16 if tokens <= _PLACED_WITH_CODES else 32, limit), False
 
 
 def placing_chunk(tokens: int, top_k: int) -> int:

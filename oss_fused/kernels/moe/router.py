@@ -218,8 +218,8 @@ def _launch(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        # up to eight columns a warp, one after the other
-        num_warps=4 if shape.block * shape.padded_experts <= 1024 else 8,
+        # up to eight tokens of 32 experts a warp, one after the other
+        num_warps=min(max(shape.block * shape.padded_experts // 256, 4), 16),
         **pdl_options(router_logits.device),
     )
 
