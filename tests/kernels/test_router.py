@@ -28,10 +28,14 @@ def moe_route(request):
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 32, 4), (5, 130, 3), (70, 128, 4)])
-def test_topk_of_random_logits(moe_route, device, tokens, experts, top_k, renormalize):
+# logits of hundreds: their exponentials are beyond float32
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "spread"),
+    [(1, 32, 4, 1), (5, 130, 3, 1), (70, 128, 4, 1), (3, 32, 4, 300)],
+)
+def test_topk_of_random_logits(moe_route, device, tokens, experts, top_k, spread, renormalize):
     torch.manual_seed(tokens)
-    logits = torch.randn(tokens, experts, device=device).bfloat16()
+    logits = (spread * torch.randn(tokens, experts, device=device)).bfloat16()
     weights, ids = moe_route(logits, top_k, renormalize)
     values = logits.float().softmax(-1)
     if renormalize:

@@ -216,8 +216,9 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
     by_pair = any(config.sorted_codes for config in configs)
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
-    alone = is_unrouted(tokens, shape.global_experts)
-    return (fp8, *configs, chunk, alone, *_routing(tokens, shape.global_experts))
+    # one token is not routed either; of so few, each number has a kernel
+    few = min(tokens, _FEW_GATE_UP + 1)
+    return (fp8, *configs, chunk, few, *_routing(tokens, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
