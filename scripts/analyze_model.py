@@ -49,7 +49,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of the prompt, and of the context of decode (%(default)s)",
     )
     add("--batch", type=int, default=8, help="sequences of a decode step (%(default)s)")
-    add("--world-size", type=int, default=2, help="ranks, for the communication (%(default)s)")
+    add(
+        "--world-size",
+        type=int,
+        default=2,
+        help="ranks, for the communication; the report says which fit the model (%(default)s)",
+    )
     suite, accuracy = RESULTS / "h200/library-suite.json", RESULTS / "cpu/smollm2_accuracy.json"
     add("--suite", type=Path, default=suite, help="JSON of bench_library.py: roofs, kernel times")
     add("--accuracy", type=Path, default=accuracy, help="JSON of measure_smollm2.py")
@@ -94,7 +99,7 @@ def analyse(args: argparse.Namespace) -> tuple[Findings, ComputationGraphAnalyze
         # a model whose heads do not divide is not split this way
         splits = sizes["num_heads"] % args.world_size == 0
         communication = analyzer.analyze_communication_overhead(sizes) if splits else {}
-    return Findings(suite, accuracy, history, parts, communication), analyzer
+    return Findings(suite, accuracy, history, parts, communication, sizes["num_heads"]), analyzer
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -85,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             summaries = [calibrate(recipe, options, show_progress, tell, complete=pages)]
     except OssFusedError as error:
-        print(f"calibrate.py: error: {error}", file=sys.stderr)
+        message = calibrate_options.with_flags(str(error), args)
+        print(f"calibrate.py: error: {message}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         remedy = "go on with the same command and --resume"

@@ -169,7 +169,7 @@ def tune(args: argparse.Namespace, size: tuple[int, ...]) -> TuningResult:
         m, n, k = size
         problem = FP8GEMMInput(m, n, k)
         return tune_simulated(load_description(args.device), problem, cache, args.force)
-    device = check_device(args.device)
+    device = gpu(args)
     problem = target.problem(*size)
     tuner = TritonAutoTuner(
         target.function,
@@ -224,18 +224,18 @@ def gpu(args: argparse.Namespace) -> torch.device:
     """The GPU that --device names.
 
     Raises:
-        BackendUnavailableError: it is a CPU, or no GPU is usable here.
+        BackendUnavailableError: it names none, or no GPU is usable here.
+        UnsupportedDeviceError: this machine has no GPU of that number.
     """
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise BackendUnavailableError(
-            f"--device {args.device}: no NVIDIA GPU is usable here; {args.target} expects one"
-        )
-    device = check_device(args.device)
-    if device.type != "cuda":
+    if not args.device.startswith("cuda"):
         raise BackendUnavailableError(
             f"--device {args.device}: {args.target} expects an NVIDIA GPU, 'cuda' or 'cuda:N'"
         )
-    return device
+    if not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            f"--device {args.device}: no NVIDIA GPU is usable here; {args.target} expects one"
+        )
+    return check_device(args.device)
 
 
 def table_tuner(args: argparse.Namespace, cache: TuningCache) -> tuple[Any, Any]:

@@ -322,7 +322,11 @@ def why_single(config: VllmConfig, scheduler: BurstScheduler) -> str | None:
 
 def say_single(reason: str) -> None:
     """Tell the user why bursts that were asked for stay off."""
-    logger.info("oss_fused: no bursts but single decode steps, because of %s", reason)
+    logger.info(
+        "oss_fused: each engine step is one decode step, because of %s. "
+        "Bursts of several need a server without it.",
+        reason,
+    )
 
 
 def start_bursts(scheduler: BurstScheduler, config: VllmConfig) -> None:

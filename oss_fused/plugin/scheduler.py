@@ -97,7 +97,7 @@ def make_scheduler(vllm_config: VllmConfig, **options: Any) -> Scheduler:
         if chosen is AsyncScheduler:
             chosen = BurstScheduler
         else:
-            say_single("synchronous scheduling")
+            say_single("synchronous scheduling (as with --no-async-scheduling)")
     scheduler = chosen(vllm_config=vllm_config, **options)
     shorten(scheduler.kv_cache_manager)
     if isinstance(scheduler, BurstScheduler):

@@ -233,7 +233,7 @@ def _refuse_other_modules(skeleton: ModelSkeleton, recipe: Recipe) -> None:
     patterns += [("overrides", p) for override in recipe.overrides for p in override.targets]
     patterns += [("keep_sensitive", p) for p in recipe.keep_sensitive]
     for option, pattern in patterns:
-        if any(schemes.matches(pattern, *linear) for linear in skeleton.linears.items()):
+        if schemes.matches_any(option, pattern, skeleton.linears):
             continue
         for name in skeleton.tensor_names():
             module = name.rpartition(".")[0]

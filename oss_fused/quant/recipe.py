@@ -100,14 +100,17 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _data_where_needed(self) -> Recipe:
-        schemes = [self.weight_scheme, *(override.weight_scheme for override in self.overrides)]
-        if self.dataset is None and any(scheme and scheme.needs_data for scheme in schemes):
-            raise ValueError(f"scheme={self.scheme!r} has static input scales: it needs a dataset")
+        given = {f"scheme={self.scheme!r}": self.weight_scheme} | {
+            f"overrides={o.scheme}={o.targets[0]!r}": o.weight_scheme for o in self.overrides
+        }
+        static = [name for name, scheme in given.items() if scheme and scheme.needs_data]
+        if self.dataset is None and static:
+            raise ValueError(f"{static[0]} has static input scales: it needs a dataset")
         if self.dataset is None and self.rounding == "feedback":
             raise ValueError("rounding='feedback' weighs errors by inputs: it needs a dataset")
         if self.accuracy_target is not None and self.dataset is None:
             raise ValueError(f"accuracy_target={self.accuracy_target}: needs a dataset")
-        if self.accuracy_target is not None and any(s and s.needs_data for s in schemes):
+        if self.accuracy_target is not None and static:
             raise ValueError(
                 f"accuracy_target={self.accuracy_target}: expected a scheme with dynamic input "
                 f"scales, such as FP8_DYNAMIC"
@@ -122,7 +125,7 @@ class Recipe(BaseModel):
         if self.format == "mxfp4" and unplaced:
             raise ValueError(
                 f"format='mxfp4' has no place for {unplaced[0]}={getattr(self, unplaced[0])!r}: it "
-                f"quantises no linear; expected format oss-fp8, or no such setting"
+                f"quantises no linear; expected format='oss-fp8', or no such setting"
             )
         if self.dataset is None and self.kv_cache == "fp8":
             raise ValueError("kv_cache='fp8' has calibrated scales: it needs a dataset")
@@ -133,11 +136,11 @@ class Recipe(BaseModel):
                 f"smoothing={self.smoothing}: not with accuracy_target, whose mixes put exact "
                 f"weights beside rounded ones; give overrides instead"
             )
-        static = self.kv_cache == "fp8" or any(s and s.needs_data for s in schemes)
-        if self.clip_target is not None and not static and not self.group_candidates:
+        clips = static or self.kv_cache == "fp8" or self.group_candidates
+        if self.clip_target is not None and not clips:
             raise ValueError(
-                f"clip_target={self.clip_target}: no scale is static; expected scheme FP8_STATIC, "
-                f"kv_cache fp8 or group_candidates beside it"
+                f"clip_target={self.clip_target}: no scale is static; expected "
+                f"scheme='FP8_STATIC', kv_cache='fp8' or group_candidates beside it"
             )
         return self
 

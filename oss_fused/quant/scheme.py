@@ -168,13 +168,21 @@ def select(
     return chosen, [name for name in modules if name not in picked]
 
 
+def matches_any(option: str, pattern: str, modules: Mapping[str, str]) -> bool:
+    """Whether ``pattern``, a value of ``option``, means one of ``modules`` (name -> class).
+
+    Raises:
+        SchemeError: it is no regular expression; names the option.
+    """
+    try:
+        return any(matches(pattern, name, kind) for name, kind in modules.items())
+    except SchemeError as error:
+        raise SchemeError(f"{option}{str(error).removeprefix('pattern')}") from None
+
+
 def check_pattern(option: str, pattern: str, modules: Mapping[str, str]) -> None:
     """Raise SchemeError unless ``pattern`` means one of ``modules`` (name -> class)."""
-    try:
-        found = any(matches(pattern, name, kind) for name, kind in modules.items())
-    except SchemeError as error:
-        raise SchemeError(f"{option}: {error}") from None
-    if not found:
+    if not matches_any(option, pattern, modules):
         examples = ", ".join(list(modules)[:3])
         raise SchemeError(
             f"{option}={pattern!r}: matches no linear layer; expected a layer name, a class name "
@@ -206,8 +214,8 @@ def check_siblings(schemes: Mapping[str, QuantizationScheme | None]) -> None:
         for other in siblings(name, schemes):
             if schemes[other] != scheme:
                 raise SchemeError(
-                    f"targets/ignore: {name} and {other} differ, but they are served as one "
-                    f"matrix; expected both or neither"
+                    f"targets/ignore/overrides: {name} and {other} differ, but they are served as "
+                    f"one matrix; expected both or neither"
                 )
 
 

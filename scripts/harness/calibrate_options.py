@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,21 @@ from harness.arguments import place
 from harness.calibration_report import trend_file
 from oss_fused.errors import SchemeError
 from oss_fused.quant.pipeline import BOTH
-from oss_fused.quant.recipe import Recipe, load_recipe
+from oss_fused.quant.recipe import Override, Recipe, load_recipe
 from oss_fused.quant.scheme import PRESETS
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_FLAGS = {
+    name: f"--{name.replace('_', '-')}" for name in Recipe.model_fields if name != "version"
+} | {"overrides": "--override"}
+# lm_head and self_check are a module and a file as well
+_UNIQUE = [name for name in _FLAGS if "_" in name and name not in ("lm_head", "self_check")]
+_ANY = f"(?:{'|'.join(_FLAGS)})"
+# what is quoted, or settings: one whose name is no plain word, one with a value, or several
+_SETTING = re.compile(
+    r"""(?<!\w)(?:'[^']*'|"[^"]*")"""
+    rf"|(?<![\w./-])(?P<names>(?:{'|'.join(_UNIQUE)})\b|{_ANY}(?==)|{_ANY}(?:/{_ANY})+(?=:))"
+)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -225,11 +237,32 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | given
 
 
+def with_flags(message: str, args: argparse.Namespace) -> str:
+    """An error's text with the command line's names of settings.
+
+    With --recipe a setting that no flag gave keeps its name: it stands in that file.
+    """
+    given = {name for name, value in vars(args).items() if value is not None}
+    given = {"format" if name == "formats" else name for name in given}
+
+    def flags(found: re.Match[str]) -> str:
+        names = found["names"]
+        if not names or (args.recipe is not None and given.isdisjoint(names.split("/"))):
+            return found.group()
+        return "/".join(_FLAGS[name] for name in names.split("/"))
+
+    return _SETTING.sub(flags, message)
+
+
 def parse_override(text: str) -> dict[str, Any]:
     """An override of the recipe from "SCHEME=PATTERN"."""
     scheme, separator, pattern = text.partition("=")
     if not (scheme and separator and pattern):
         raise argparse.ArgumentTypeError(f"{text!r}: expected SCHEME=PATTERN")
+    try:
+        _ = Override.model_construct(scheme=scheme, targets=(pattern,)).weight_scheme
+    except SchemeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return {"scheme": scheme, "targets": [pattern]}
 
 

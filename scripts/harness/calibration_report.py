@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import output_file
+from harness.arguments import content_of, output_file
 from harness.calibration_charts import draw, worst
 from harness.quality_report import add_quality
 from harness.regression import HISTORY_RUNS, largest, read_object, runs_of
@@ -24,6 +24,11 @@ from oss_fused.files import write_json
 from oss_fused.quant.record import CalibrationRecord, LinearRecord
 
 FOLDER = "report"
+# what figures_of finds, and what a threshold may be put on
+FIGURES = (
+    *("weight_error_max", "output_error_max", "error_p99_max", "clip_ratio_max", "kl_max"),
+    *("cumulative_error", "perplexity_factor_max", "size_ratio"),
+)
 _WORST = 10
 _TREND = "oss_fused.calibration_trend"
 _HEADER = (
@@ -76,13 +81,17 @@ def load_thresholds(path: Path) -> dict[str, float]:
     """Read a file of thresholds, ``{"output_error_max": 0.05, ...}``.
 
     Raises:
-        ValueError: it is something else; names the file.
+        ValueError: it is something else, or limits what is no figure; names argument and file.
     """
-    try:
-        content = json.loads(path.read_text())
-        return {str(name): float(limit) for name, limit in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no thresholds: {error}; expected {{figure: limit}}") from None
+    with content_of("--thresholds", path, "a JSON file of {figure: limit}"):
+        limits = {name: float(limit) for name, limit in json.loads(path.read_text()).items()}
+    for name in limits:
+        if name not in FIGURES:
+            raise ValueError(
+                f"--thresholds={str(path)!r}: no figure {name!r}; expected some of "
+                f"{', '.join(FIGURES)}"
+            )
+    return limits
 
 
 def trend_file(text: str) -> Path:

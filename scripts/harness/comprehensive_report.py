@@ -27,7 +27,7 @@ class Findings:
 
     ``suite`` is a result file of BenchmarkSuite, ``accuracy`` one of scripts/evaluate.py, ``runs``
     a history of scripts/ci_check.py, ``communication`` bytes as ``analyze_communication_overhead``
-    returns them.
+    returns them, empty where the model's attention ``heads`` do not divide among the ranks.
     """
 
     suite: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +35,7 @@ class Findings:
     runs: Sequence[dict[str, Any]] = ()
     parts: Sequence[Analysed] = ()
     communication: Mapping[str, float] = field(default_factory=dict)
+    heads: int = 0
 
     @property
     def rows(self) -> list[BenchmarkRow]:
@@ -168,7 +169,12 @@ def _communication(report: Report, findings: Findings, analyzer: ComputationGrap
         return
     report.heading(f"Communication among {ranks} ranks")
     if not findings.communication:
-        report.paragraph(f"The attention heads do not divide among {ranks} ranks.")
+        heads = findings.heads
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        report.paragraph(
+            f"--world-size {ranks}: the model's {heads} attention heads do not divide among "
+            f"{ranks} ranks, so nothing is estimated; expected one of {fitting}."
+        )
         return
     report.table(
         ("prefill, way", "MB that a rank sends"),

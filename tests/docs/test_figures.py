@@ -55,6 +55,12 @@ def test_stated_figures_are_those_of_the_json(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_states_the_present(page):
+    text = words((ROOT / page).read_text()).lower()
+    assert [phrase for phrase in ("since then", "no longer") if phrase in text] == []
+
+
 # page -> figure -> what it is
 NOT_MEASURED: dict[str, dict[str, str]] = {
     "docs/calibration.md": {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.calibration_report import (
+    FIGURES,
     append_trend,
     failures,
     figures_of,
@@ -143,6 +144,7 @@ def test_figures_and_thresholds():
     figures = figures_of(make_record(), QUALITY)
     assert figures["size_ratio"] == 0.52 and figures["cumulative_error"] == pytest.approx(0.06)
     assert figures["perplexity_factor_max"] == 1.009
+    assert figures.keys() == set(FIGURES)
     assert failures(figures, {"cumulative_error": 0.07, "clip_ratio_max": 0.0}) == []
     assert "was not measured" in failures(figures_of(make_record(data=False)), {"kl_max": 1.0})[0]
     # a text whose perplexity is NaN, behind one that is fine
@@ -167,8 +169,20 @@ def test_command_line(tmp_path, capsys):
     limits.write_text(json.dumps({"output_error_max": 0.005}))
     assert main(arguments) == 1
     assert "is above the threshold" in capsys.readouterr().err
+    capsys.readouterr()
+    limits.write_text('{"output_eror_max": 0.05}')
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"--thresholds='{limits}': no figure 'output_eror_max'; expected some of " in said
+    assert all(name in said for name in FIGURES)
     limits.write_text("[1]")
     assert main(arguments) == 2
+    limits.unlink()
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"--thresholds='{limits}': expected a JSON file of {{figure: limit}}" in said
+    assert "No such file" in said and said.count(str(limits)) == 1
 
 
 @pytest.mark.parametrize(
@@ -219,5 +233,5 @@ def test_files_of_another_kind_are_refused(tmp_path):
             trend_file(str(other))
         assert json.loads(other.read_text()) == content
     other.write_text('{"a": "b"}')
-    with pytest.raises(ValueError, match="no thresholds"):
+    with pytest.raises(ValueError, match=r"other\.json': expected a JSON file of \{figure"):
         load_thresholds(other)

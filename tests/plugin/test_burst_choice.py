@@ -117,10 +117,17 @@ def test_the_choice_is_logged_once(setting, longest, config, monkeypatch):
 def test_which_scheduler(setting, asynchronous, kind, config, monkeypatch):
     monkeypatch.setattr(config, "additional_config", {"oss_fused": {"burst": setting}})
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", asynchronous)
+    told = []
+    monkeypatch.setattr(module.logger, "info", lambda text, *args: told.append(text % args))
     case = small()
     case.burst = 1
     scheduler = make(config, make_scheduler, case)
     assert type(scheduler) is kind
+    why = (
+        "oss_fused: each engine step is one decode step, because of synchronous scheduling (as "
+        "with --no-async-scheduling). Bursts of several need a server without it."
+    )
+    assert (why in told) == (kind is Scheduler)
 
 
 class Stats:

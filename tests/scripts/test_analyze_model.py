@@ -97,7 +97,8 @@ def test_a_folder_with_a_config_and_bad_input(tmp_path, capsys):
     names = {node.type for node in findings.parts[0].graph.nodes}
     assert {"LlamaAttention", "LlamaRMSNorm", "Linear"} <= names
     text = make_report("t", findings, analyzer, draw=False).text()
-    assert "heads do not divide among 2 ranks" in text
+    assert "--world-size 2: the model's 3 attention heads do not divide among 2 ranks" in text
+    assert "expected one of 1, 3." in text
     assert script.main([str(tmp_path / "none")]) == 2
     assert "expected a folder with config.json" in capsys.readouterr().err
     assert script.main([str(tmp_path), "--suite", str(tmp_path / "none.json")]) == 2

@@ -179,18 +179,32 @@ def test_a_recipe_repeats_a_run_and_flags_win(script, model, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--scheme", "FP9"], "expected one of FP8_DYNAMIC, FP8_STATIC, W8A16"),
-        (["--scheme", "FP8_STATIC"], "needs a dataset"),
-        (["--ignore", "re:.*nothing"], "matches no linear layer"),
-        (["--targets", "re:.*[q"], "not a regular expression"),
+        (["--scheme", "FP9"], "--scheme='FP9': expected one of FP8_DYNAMIC, FP8_STATIC, W8A16"),
+        (["--scheme", "FP8_STATIC"], "--scheme='FP8_STATIC' has static input scales: it needs a"),
+        (["--override", "FP8_STATIC=Linear"], "--override=FP8_STATIC='Linear' has static input"),
+        (["--override", "W8A16=re:.*_z"], "--override='re:.*_z': matches no linear layer"),
+        (["--ignore", "re:.*nothing"], "--ignore='re:.*nothing': matches no linear layer"),
+        (["--ignore", "re:.*q_proj"], "error: --targets/--ignore/--override: model.layers.0."),
+        (["--targets", "re:.*[q"], "--targets='re:.*[q': not a regular expression"),
+        (["--base", "format="], "--base='format=': is for rounding to MXFP4"),
+        (["--lm-head", "fp8", "--ignore", "lm_head"], "means lm_head too, and --lm-head='fp8'"),
+        (
+            ["--clip-target", "0.1"],
+            "expected --scheme='FP8_STATIC', --kv-cache='fp8' or --group-candidates beside it",
+        ),
+        (
+            ["--format", "mxfp4", "--ignore", "x"],
+            "--format='mxfp4' has no place for --ignore=('x',): it quantises no linear; expected",
+        ),
+        (["--keep-sensitive", "a=0.5"], "--keep-sensitive={'a': 0.5}: needs --accuracy-target,"),
         (["--dataset", "/nowhere.txt"], "cannot be read"),
         (["--device", "tpu"], "--device='tpu'"),
         (["--recipe", "/nowhere.yaml"], "--recipe='/nowhere.yaml'"),
         (["--recipe", ""], "--recipe='': cannot be read"),
-        (["--num-samples", "0"], "num_samples=0"),
-        (["--experts", "fp8"], "has no experts"),
+        (["--num-samples", "0"], "--num-samples=0: Input should"),
+        (["--experts", "fp8"], "--experts='fp8': model_type='llama' has no experts"),
         (["--fp8-stage", "stage"], "--fp8-stage='stage': is where a search begins"),
-        (["--seed", str(1 << 63)], f"seed={1 << 63}: Input should be less than"),
+        (["--seed", str(1 << 63)], f"--seed={1 << 63}: Input should be less than"),
         (["--accuracy-target", "kl=inf", "--dataset", "x"], "should be a finite number"),
     ],
 )
@@ -255,7 +269,30 @@ def test_rules_per_layer_type(script, model, tmp_path, capsys) -> None:
     text.write_text("words " * 9999)
     flags = ["--dataset", str(text), "--accuracy-target", "2", "--keep-sensitive", "z_proj=0.9"]
     assert script.main([str(model), "--output", str(tmp_path / "out"), *flags]) == 2
-    assert "keep_sensitive='z_proj': matches no linear layer" in capsys.readouterr().err
+    assert "--keep-sensitive='z_proj': matches no linear layer" in capsys.readouterr().err
+
+
+def test_an_error_about_the_recipes_file_has_its_names(script, model, tmp_path, capsys) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: -1\nnum_samples: 8\n")
+    command = [str(model), "--output", str(tmp_path / "out"), "--recipe", str(recipe)]
+    assert script.main([*command, "--num-samples", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "--num-samples=0: " in said and " seed=-1: " in said
+
+
+def test_an_overrides_scheme_is_checked_with_the_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(["m", "--output", "o", "--override", "FP9=Linear"])
+    said = capsys.readouterr().err
+    assert "argument --override: scheme='FP9': expected one of FP8_DYNAMIC" in said
+
+
+def test_every_setting_has_a_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"[{flag} " in said for flag in calibrate_options._FLAGS.values())
 
 
 def test_a_target_is_a_factor_or_a_divergence(script, capsys) -> None:
