@@ -7,7 +7,7 @@ from tests.docs.readers import Passages, profile, summary
 
 _BATCHES = (1, 8, 32, 128, 256)
 _EARLY, _BEFORE = "h200/decode_gpt_oss_20b_early", "h200/decode_gpt_oss_20b_kernels"
-_H100 = "h100/decode_gpt_oss_20b_early"
+_NEWEST, _H100 = "h200/decode_gpt_oss_20b_alone", "h100/decode_gpt_oss_20b_early"
 _PROFILED = {
     "experts": "experts",
     "projections": "projections",
@@ -21,7 +21,7 @@ _PROFILED = {
 
 def passages() -> Passages:
     """The table of groups, that of runs, and what is said of both."""
-    for prefix, folder in (("", _EARLY), ("h100.", _H100)):
+    for prefix, folder in (("", _NEWEST), ("h100.", _H100)):
         for batch in (2, 4, *_BATCHES):
             took = round(_ms(batch, "oss_fp8", folder), 4)
             assert summary(f"{prefix}decode.gpt_oss_20b.kernel_ms_b{batch}") == took
@@ -73,6 +73,7 @@ def _profile_row(name: str, group: str) -> tuple[str, list[float]]:
 
 def _runs() -> Passages:
     lines = (
+        ("oss_fp8, H200, [bdaf3c7](results/h200/decode_gpt_oss_20b_alone/report.md)", _NEWEST),
         ("oss_fp8, H200, [464a9a6](results/h200/decode_gpt_oss_20b_early/report.md)", _EARLY),
         ("oss_fp8, H200, [7cfe9e5](results/h200/decode_gpt_oss_20b_kernels/report.md)", _BEFORE),
         ("oss_fp8, H100, [4cfbffc](results/h100/decode_gpt_oss_20b_early/report.md)", _H100),
@@ -93,7 +94,15 @@ def _ratios() -> Passages:
     h100, h200 = _kernels(1, _H100), _kernels(1, _EARLY)
     ratio = {name: h100[name] / h200[name] for name in h100.keys() & h200.keys()}
     light = [ratio[f"_{name}_kernel"] for name in ("gemm_stream", "qkv", "decode_attention")]
+    same = [("quantize_row", 32), ("quantize_row", 1), ("combine_norm", 1)]
+    more = [
+        _kernels(b, _NEWEST)[f"_{name}_kernel"] - _kernels(b, _EARLY)[f"_{name}_kernel"]
+        for name, b in same
+    ]
     return [
+        ("takes {:.0f} us more at 32 sequences and {:.0f} at one", more[:2]),
+        ("combination {:.0f} us more at one", more[2:]),
+        ("would take {:.3f} ms", [_ms(1, "oss_fp8", _NEWEST) - sum(more[1:]) / 1e3]),
         ("take {:.1f} and {:.1f} % longer at 1 and 8", stock),
         ("take {:.0f} to {:.0f} % longer, probably", [min(slowed), max(slowed)]),
         (
