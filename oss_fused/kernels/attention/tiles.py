@@ -168,10 +168,11 @@ def _load_queries(query, mask, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
 def _of_warps(q, WARPS: tl.constexpr):
     """Queries as an operand, of each warp where there are WARPS.
 
-    In the loop over tiles: above it, the first tile would be asked for when queries are there.
+    The few of a warp are exchanged in the loop over tiles: above it, the first tile would be asked
+    for when queries are there.
     """
-    q = used_from_here(q)
     if WARPS > 1:
+        q = used_from_here(q)
         q = tl.broadcast_to(q[None], WARPS, q.shape[0], q.shape[1])
     return q
 
@@ -226,7 +227,7 @@ def attend(
         q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
         # all are on their way before one is waited for
         k, v, v_odd = used_from_here(k), used_from_here(v), used_from_here(v_odd)
-        q = _of_warps(q, WARPS)
+        q = used_from_here(q)
         seen = _seen(begin, end, last, WINDOW, BLOCK_N, WARPS)
         weights, _, best, total = _weigh(q, k, seen, scale, best, total, DTYPE)
         acc = tl.dot(weights, v)
