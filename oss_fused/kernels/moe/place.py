@@ -117,7 +117,8 @@ def list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE: tl.constexpr
     tl.store(routing.progress + 1 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     for nth in range(0, tl.max(of_expert, 0)):
         # tile ``nth`` of every expert that has as many
-        mask = nth < of_expert
+        # a map that means an expert twice has more tiles than there is room for
+        mask = (nth < of_expert) & (first + nth < n_tiles)
         tile = routing.tiles + (first + nth) * 3
         tl.store(tile, expert, mask=mask)
         tl.store(tile + 1, starts + nth * ROWS, mask=mask)
