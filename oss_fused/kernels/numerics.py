@@ -150,6 +150,7 @@ def used_from_here(x):
     if INTERPRETED:
         return x
     else:
+        tl.static_assert(x.dtype.primitive_bitwidth == 16)
         return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 

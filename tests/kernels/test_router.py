@@ -231,6 +231,20 @@ def test_codes_in_the_order_of_the_pairs(
     assert torch.equal(routing.scale[: len(order)], scale[order // top_k])
 
 
+def test_tiles_stay_in_their_room_whatever_the_map_holds(device):
+    """A map that means one expert eight times: no more tiles are written than there are."""
+    logits = torch.randn(2, 8, device=device)
+    expert_map = torch.zeros(8, dtype=torch.int32, device=device)
+    routing = router_module._empty_routing(logits, 4, 1)
+    behind = torch.full((33,), 77, dtype=torch.int32, device=device)
+    routing = routing._replace(tiles=behind[:3].view(1, 3))
+    shape = router_module.Shape(8, 16, 4, 4, 8)
+    into = (routing, None, router_module.NO_CODES)
+    router_module._launch(logits, expert_map, into, shape, True, True, True)
+    assert (behind[3:] == 77).all()
+    assert routing.tiles[0, 0] == 0
+
+
 @pytest.mark.parametrize(
     ("experts", "last"), [(4, 256), (32, 128), (64, 128), (128, 64), (256, 32), (10000, 1)]
 )

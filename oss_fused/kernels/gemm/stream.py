@@ -69,7 +69,10 @@ def _add_slices(acc, SLICES: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr):
-    """Round [rows of b, rows of a] and write what lies inside out [m, n]."""
+    """Round [rows of b, rows of a] and write what lies inside out [m, n].
+
+    With EXCHANGE a thread gets neighbouring outputs first; else a warp has them already.
+    """
     BLOCK_N: gl.constexpr = acc.type.shape[0]
     BLOCK_M: gl.constexpr = acc.type.shape[1]
     result = acc.to(out.dtype.element_ty)
@@ -139,7 +142,6 @@ def _multiply(
     if LEVELS == 2:
         left, right = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
         acc = left + right
-    # a warp has neighbouring outputs of a token where sums are those of slices
     _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n, SLICES == 1)
 
 

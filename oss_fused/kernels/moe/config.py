@@ -27,10 +27,11 @@ _TOUCHED = 64
 SHARED_ROWS = 16
 # int32 entries that a block's kernels use as scratch: arrivals, and one token's expected logits
 SCRATCH = SHARED_ROWS + _TOUCHED
-# elements [tokens, experts] that one routing program ranks in one piece, also where the launch
+# elements [experts, tokens] that one routing program ranks in one piece, also where the launch
 # encodes x; there twice as many for up to 128 tokens (measured on an H200)
 _ELEMENTS, _CODED_ELEMENTS = 2048, 4096
-# tokens up to which one launch places the pairs and encodes x: every token reads all ids there
+# tokens up to which one launch places the pairs and encodes x (every token reads all ids there),
+# and a routing program of several takes 16 tokens
 _PLACED_WITH_CODES = 768
 # multiprocessors of an H200, whose waves of programs the tiles for few pairs fill, and what a wave
 # has beyond the mean, since the experts that are chosen vary
@@ -216,7 +217,7 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     configs = [choose_config(tokens, shape, fp8, gluon) for gluon in (False, True)]
     by_pair = any(config.sorted_codes for config in configs)
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
-    # one token is not routed either; of so few, each number has a kernel
+    # each number of so few tokens has kernels of its own, and one token has no routing
     few = min(tokens, _FEW_GATE_UP + 1)
     return (fp8, *configs, chunk, few, *_routing(tokens, shape.global_experts))
 
@@ -252,7 +253,7 @@ def routing_block(tokens: int, global_experts: int, coded: bool) -> tuple[int, b
     if tokens <= limit:
         # a token for each of four warps
         return max(min(4, limit), next_power_of_2(tokens)), True
-    # few tokens of a program are ranked sooner; of many tokens, more programs' counts are added up
+    # a program ranks 16 tokens sooner, but the counts of more programs are then added up
     return min(16 if tokens <= _PLACED_WITH_CODES else 32, limit), False
 
 

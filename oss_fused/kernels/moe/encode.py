@@ -59,7 +59,7 @@ def store_encoded(
     """Store what ``row_codes`` made as row ``row``."""
     HP: tl.constexpr = (H + 127) // 128 * 128
     column = tl.arange(0, BLOCK)
-    # eight codes a thread, as it holds the row: with Triton's 16 all loads of a row are exchanged
+    # with 16 codes a thread, Triton's choice, threads exchange the row that they have loaded
     target = rows.codes + row.to(tl.int64) * (LEVELS * HP) + tl.max_contiguous(column, 8)
     mask = column < HP
     if PERMUTE:

@@ -33,9 +33,8 @@ class Routing(NamedTuple):
 
     topk_weights [T, top_k] float32 and topk_ids [T, top_k] int32 (global); order [P] int32 is the
     pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
-    tiles [M, 3] int32 (local expert or -1, first position, rows); progress [3] int32 as in
-    moe/units.py; codes [T, levels, KP] e4m3 and
-    scale [T] float32 are x, or None where no x was given.
+    tiles [M, 3] int32 (local expert, first position, rows; of an unused one -1 alone); progress [3]
+    int32 as in moe/units.py; codes [T, levels, KP] e4m3 and scale [T] float32 are x, or None where no x was given.
 
     One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
     and ids, order, place and progress are None. expected [G] are the logits that its residual alone
@@ -91,8 +90,8 @@ def local_ids(expert_map, SHAPE: tl.constexpr):
 def place_pairs(slot, pairs, base, routing, first, SHAPE: tl.constexpr):
     """Store order and place of a block's pairs.
 
-    ``slot`` [EP, BT]: in which slot a token has an expert, -1 for none; ``pairs``: 1 where it has
-    one of this rank, else 0; ``base`` [EP]: the block's first position per expert.
+    ``slot`` [EP, BT]: in which slot a token has an expert, -1 for none; ``pairs`` [EP, BT]: 1 where
+    it has one of this rank, else 0; ``base`` [EP]: the block's first position per expert.
     """
     token = first + tl.arange(0, SHAPE.block)
     here = pairs > 0
@@ -116,8 +115,7 @@ def list_tiles(counts, starts, expert_map, routing, n_tiles, SHAPE: tl.constexpr
     tl.store(routing.progress, total)
     tl.store(routing.progress + 1 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     for nth in range(0, tl.max(of_expert, 0)):
-        # tile ``nth`` of every expert that has as many
-        # a map that means an expert twice has more tiles than there is room for
+        # of every expert that has as many; a map that means one twice has more than there is room
         mask = (nth < of_expert) & (first + nth < n_tiles)
         tile = routing.tiles + (first + nth) * 3
         tl.store(tile, expert, mask=mask)

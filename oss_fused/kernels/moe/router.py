@@ -32,14 +32,14 @@ from oss_fused.kernels.numerics import sort_keys
 
 
 @triton.jit
-def _packed(logits, column):
+def _packed(logits, expert):
     """Integers that order as the experts are chosen: by value with NaN above all, then the lower
     expert. No two are equal."""
     _, key = sort_keys(logits)
     if logits.dtype == tl.bfloat16:
-        return (key & -65536) | (65535 - column)
+        return (key & -65536) | (65535 - expert)
     else:
-        return (key.to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64))
+        return (key.to(tl.int64) << 32) | (0xFFFFFFFF - expert.to(tl.int64))
 
 
 @triton.jit
