@@ -34,7 +34,8 @@ class Routing(NamedTuple):
     topk_weights [T, top_k] float32 and topk_ids [T, top_k] int32 (global); order [P] int32 is the
     pairs by expert; place [P] int32 a pair's position in order, -1 if its expert is not here;
     tiles [M, 3] int32 (local expert, first position, rows; of an unused one -1 alone); progress [3]
-    int32 as in moe/units.py; codes [T, levels, KP] e4m3 and scale [T] float32 are x, or None where no x was given.
+    int32 as in moe/units.py; codes [T, levels, KP] e4m3 and scale [T] float32 are x, or None where
+    no x was given.
 
     One token need not be routed (moe/choice.py): topk_weights and tiles are then its logits [1, G],
     and ids, order, place and progress are None. expected [G] are the logits that its residual alone
