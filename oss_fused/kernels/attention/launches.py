@@ -13,7 +13,9 @@ class Launch(NamedTuple):
     """How a batch is cut up: programs a head, positions a tile and warps of one.
 
     A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them. Keys and
-    values of ``stages - 1`` tiles are on their way or in use at once.
+    values of ``stages - 1`` tiles are on their way or in use at once. ``tiles_first``: of one token
+    per sequence, a tile is asked for before queries are used. It takes registers, so that fewer
+    programs run at once.
     """
 
     splits: int
@@ -21,6 +23,7 @@ class Launch(NamedTuple):
     warps: int
     min_tiles: int
     stages: int = 3
+    tiles_first: bool = False
 
 
 # (heads larger than 64, FP8 cache) -> launch for rows times KV heads of up to _PROGRAMS and
@@ -29,23 +32,23 @@ class Launch(NamedTuple):
 _PROGRAMS = (8, 32, 64, 512)
 _LAUNCHES = {
     (False, False): (
-        Launch(32, 128, 4, 2, 4),
-        Launch(8, 64, 2, 3, 4),
-        Launch(8, 64, 2, 3, 4),
+        Launch(32, 128, 4, 2, 4, True),
+        Launch(8, 64, 2, 3, 4, True),
+        Launch(8, 64, 2, 3, 4, True),
         Launch(2, 32, 1, 8, 4),
         Launch(1, 32, 1, 1, 4),
     ),
     (False, True): (
         Launch(32, 128, 4, 1, 3),
         Launch(8, 64, 2, 2, 4),
-        Launch(8, 64, 2, 2, 4),
+        Launch(8, 64, 2, 2, 4, True),
         Launch(2, 64, 2, 8, 4),
         Launch(1, 64, 2, 1, 4),
     ),
     (True, False): (
-        Launch(32, 64, 4, 3, 3),
-        Launch(8, 64, 4, 4, 3),
-        Launch(4, 64, 4, 4, 3),
+        Launch(32, 64, 4, 3, 3, True),
+        Launch(8, 64, 4, 4, 3, True),
+        Launch(4, 64, 4, 4, 3, True),
         Launch(1, 32, 2, 1, 4),
         Launch(1, 32, 2, 1, 4),
     ),
@@ -152,7 +155,8 @@ def launch_for(
     bucket = bisect.bisect_left(_PROGRAMS, rows * heads)
     best = _LAUNCHES[head_dim > 64, fp8][bucket]
     if 0 < window <= _SHORT_WINDOW.block_n:
-        best = _SHORT_WINDOW._replace(warps=8 if head_dim > 64 else 4)
+        first = rows * heads <= LEAST_SHORT and not (fp8 and head_dim > 64)
+        best = _SHORT_WINDOW._replace(warps=8 if head_dim > 64 else 4, tiles_first=first)
     tiles = cdiv(min(window or positions, positions), best.block_n)
     useful = next_power_of_2(cdiv(tiles, best.min_tiles))
     return best._replace(splits=min(best.splits, useful))

@@ -165,14 +165,11 @@ def _load_queries(query, mask, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _of_warps(q, WARPS: tl.constexpr):
-    """Queries as an operand, of each warp where there are WARPS.
-
-    The few of a warp are exchanged in the loop over tiles: above it, the first tile would be asked
-    for when queries are there.
-    """
-    if WARPS > 1:
+def _of_warps(q, WARPS: tl.constexpr, FROM_HERE: tl.constexpr):
+    """Queries as an operand, of each warp where there are WARPS; exchanged here if FROM_HERE."""
+    if FROM_HERE:
         q = used_from_here(q)
+    if WARPS > 1:
         q = tl.broadcast_to(q[None], WARPS, q.shape[0], q.shape[1])
     return q
 
@@ -196,12 +193,15 @@ def attend(
     WARPS: tl.constexpr,
     RUN: tl.constexpr,
     SINGLE: tl.constexpr,
+    TILES_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Maximum, weight and weighted sum of the positions up to ``end``; ``pages`` of the first tile.
 
     SINGLE: there is one tile at most. It is then asked for before the queries.
+    TILES_FIRST: nothing is used before a tile has been asked for. That takes registers: queries are
+    exchanged in the loop over tiles, or keys and values are all there at once.
     PAIRS: two columns of e4m3 values are read as one word; their sums are apart until the end.
     """
     BLOCK_G: tl.constexpr = query.shape[0]
@@ -225,9 +225,10 @@ def attend(
             DTYPE,
         )
         q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
-        # all are on their way before one is waited for
-        k, v, v_odd = used_from_here(k), used_from_here(v), used_from_here(v_odd)
-        q = used_from_here(q)
+        if TILES_FIRST:
+            # all are on their way before one is waited for
+            k, v, v_odd = used_from_here(k), used_from_here(v), used_from_here(v_odd)
+            q = used_from_here(q)
         seen = _seen(begin, end, last, WINDOW, BLOCK_N, WARPS)
         weights, _, best, total = _weigh(q, k, seen, scale, best, total, DTYPE)
         acc = tl.dot(weights, v)
@@ -235,6 +236,8 @@ def attend(
             odd = tl.dot(weights, v_odd)
     else:
         q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
+        # Triton moves what it may out of the loop
+        IN_LOOP: tl.constexpr = TILES_FIRST and WARPS > 1
         for start in range(begin, end, BLOCK_N):
             k, v, v_odd = _load_tile(
                 keys,
@@ -253,7 +256,7 @@ def attend(
             )
             pages = load_pages(table, start + BLOCK_N, end, keys.page_size, BLOCK_N, WARPS, RUN)
             seen = _seen(start, end, last, WINDOW, BLOCK_N, WARPS)
-            of_warps = _of_warps(q, WARPS)
+            of_warps = _of_warps(q, WARPS, IN_LOOP)
             weights, shrink, best, total = _weigh(of_warps, k, seen, scale, best, total, DTYPE)
             acc = tl.dot(weights, v, acc * shrink)
             if PAIRS:

@@ -200,6 +200,7 @@ def _decode_attention_kernel(
     WARPS: tl.constexpr,
     RUN: tl.constexpr,
     SINGLE: tl.constexpr,
+    TILES_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -243,6 +244,7 @@ def _decode_attention_kernel(
         WARPS,
         RUN,
         SINGLE,
+        TILES_FIRST,
         PAIRS,
         DTYPE,
     )
@@ -383,6 +385,7 @@ def decode_attention(
         WARPS=warps,
         RUN=positions_in_a_page(window, key_cache.shape[1], launch.block_n // warps),
         SINGLE=single,
+        TILES_FIRST=launch.tiles_first and tokens == 1,
         PAIRS=_has_pairs(value_cache),
         DTYPE=dot_dtype(query, out),
         PREFETCH=prefetch_table,
