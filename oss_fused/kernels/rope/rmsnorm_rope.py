@@ -22,7 +22,7 @@ from oss_fused.kernels.launch import (
     start_next,
     wait_for_inputs,
 )
-from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.numerics import asked_above, round_to
 
 # 16-bit values of a cache line
 _LINE = tl.constexpr(64)
@@ -36,6 +36,15 @@ def _load_more(row, left, half, mask, hint: tl.constexpr):
     x_left = tl.load(row + left, mask=mask, other=0.0, eviction_policy=hint)
     x_right = tl.load(row + left + half, mask=mask, other=0.0, eviction_policy=hint)
     return x_left, x_right
+
+
+@triton.jit
+def _ask_for(x, row, rows, sequence, strides, columns, LINES: tl.constexpr):
+    """Ask L2 for a row, if there is one."""
+    if row < rows:
+        wide = tl.program_id(0).to(tl.int64) * 0
+        place = (row // sequence + wide) * strides[0] + (row % sequence + wide) * strides[1]
+        prefetch_line(x + place + tl.minimum(tl.arange(0, LINES) * _LINE, columns - 1))
 
 
 @triton.jit(do_not_specialize=["rows", "sequence"])
@@ -79,6 +88,8 @@ def _rmsnorm_rope_kernel(
         more_gains = _load_more(weight, more, half, in_more, "")
     # added after the divisions, which cost much more in 64 bits than in 32
     wide = tl.program_id(0).to(tl.int64) * 0
+    strides = (stride_batch, stride_token)
+    LINES: tl.constexpr = (4 if MORE else 2) * HEADS * HALF // _LINE
     for index in tl.range(0, ROWS, num_stages=STAGES):
         # beyond the end the last row once more
         row = tl.minimum(tl.program_id(0) * ROWS + index, rows - 1)
@@ -89,20 +100,18 @@ def _rmsnorm_rope_kernel(
         x_right = tl.load(source + right, mask=mask, other=0.0, eviction_policy="evict_first")
         if MORE:
             x_more = _load_more(source, more, half, in_more, "evict_first")
-        if AHEAD > 0:
-            later = row + AHEAD
-            if later < rows:
-                ahead = (later // sequence + wide) * stride_batch
-                ahead += (later % sequence + wide) * stride_token
-                LINES: tl.constexpr = (4 if MORE else 2) * HEADS * HALF // _LINE
-                line = tl.arange(0, LINES) * _LINE
-                prefetch_line(x + ahead + tl.minimum(line, heads * 2 * half - 1))
+        elif AHEAD > 0:
+            _ask_for(x, row + AHEAD, rows, sequence, strides, heads * 2 * half, LINES)
         cos_row = cos + token * stride_cos
         sin_row = sin + token * stride_sin
         cos_left = tl.load(cos_row + lane, mask=in_half, other=0.0).to(tl.float32)
         cos_right = tl.load(cos_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_left = tl.load(sin_row + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
+        if MORE:
+            if AHEAD > 0:
+                _ask_for(x, row + AHEAD, rows, sequence, strides, heads * 2 * half, LINES)
+            asked_above()
         x_left = x_left.to(tl.float32)
         x_right = x_right.to(tl.float32)
         squares = x_left * x_left + x_right * x_right
