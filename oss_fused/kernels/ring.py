@@ -32,13 +32,26 @@ def make_tiles(desc, COUNT: gl.constexpr, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(tokens, b_desc, STAGES: gl.constexpr, SLABS: gl.constexpr, BOXES: gl.constexpr):
+def make_ring(
+    tokens,
+    b_desc,
+    STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
+    BOXES: gl.constexpr,
+    WHOLE: gl.constexpr = False,
+):
     """(tokens, weights, full, empty): a stage has SLABS tiles of weights, of BOXES boxes each.
 
     ``tokens``: as many tiles, which come with the weights, or those of all columns (gemm/codes.py).
+    ``empty``: barriers in a tuple; none where the ring holds the WHOLE of K, so that no stage is
+    filled again and none has to be waited for.
     """
     weights = make_tiles(b_desc, STAGES * SLABS, BOXES)
-    return tokens, weights, barriers_of(STAGES, 1), barriers_of(STAGES, 1)
+    full = barriers_of(STAGES, 1)
+    if WHOLE:
+        return tokens, weights, full, ()
+    else:
+        return tokens, weights, full, (barriers_of(STAGES, 1),)
 
 
 @gluon.jit
@@ -102,15 +115,16 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
         for slot in gl.static_range(STAGES):
             start = slot * STEP
             _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], start < k, SLABS)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for start in range(STAGES * STEP, k, STEP):
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
-        _request_weights(b_desc, ring, slot, (first[1], start), steps[1], True, SLABS)
-        if a_desc is not None:
-            _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
-        slot, phase = next_slot(slot, phase, STAGES)
+    if len(empty) > 0:
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        for start in range(STAGES * STEP, k, STEP):
+            mbarrier.wait(empty[0].index(slot), phase)
+            mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
+            _request_weights(b_desc, ring, slot, (first[1], start), steps[1], True, SLABS)
+            if a_desc is not None:
+                _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.constexpr_function
@@ -134,7 +148,8 @@ def add_stage(acc, ring, slot, phase, tile, pred):
         x = tokens.index(tile + slab).permute((1, 0))
         acc = warpgroup_mma(weights.index(slot * SLABS + slab), x, acc, is_async=True)
     acc = warpgroup_mma_wait(SLABS, deps=[acc])
-    free_previous(empty, slot, STAGES, pred)
+    if len(empty) > 0:
+        free_previous(empty[0], slot, STAGES, pred)
     return acc
 
 

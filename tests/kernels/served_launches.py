@@ -100,14 +100,23 @@ def qkv(
 
 
 def attention(
-    rows: int, heads: int, kv_heads: int, dim: int, window: int, page: int = 16, sinks: bool = True
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    page: int = 16,
+    sinks: bool = True,
+    dtype: torch.dtype = BF16,
+    tokens: int = 1,
 ) -> None:
-    query, lens = empty(rows, heads, dim), empty(rows, dtype=I32)
-    arrivals = empty(rows * heads, dtype=I32)
+    query, lens = empty(rows * tokens, heads, dim, dtype=dtype), empty(rows, dtype=I32)
+    scales = [empty(1, dtype=F32) if dtype == FP8 else None] * 3
     get_kernel("triton", "decode_attention")(
-        query, *cache(kv_heads, dim, page), empty(rows, 131072 // page, dtype=I32), lens,
-        torch.empty_like(query), arrivals, 0.1, window, empty(heads) if sinks else None,
-        None, None, None, True,
+        query, *cache(kv_heads, dim, page, dtype), empty(rows, 131072 // page, dtype=I32), lens,
+        empty(rows * tokens, heads, dim), empty(rows * tokens * heads, dtype=I32), 0.1, window,
+        empty(heads) if sinks else None, *scales, True,
+        *((empty(rows + 1, dtype=I32), tokens) if tokens > 1 else ()),
     )  # fmt: skip
 
 
@@ -132,6 +141,13 @@ def window(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16) -> No
         query, *cache(kv_heads, dim, 16, dtype), empty(2, 64, dtype=I32), lens[:2], lens,
         empty(64, heads, dim), 0.1, 128, empty(heads), *scales,
     )  # fmt: skip
+
+
+def rope(rows: int, hidden: int, dim: int = 64) -> None:
+    angles = empty(rows, dim, dtype=F32)
+    get_kernel("triton", "rmsnorm_rope")(
+        empty(1, rows, hidden), empty(hidden), angles, angles, 1e-5
+    )
 
 
 def greedy(rows: int, columns: int) -> None:
@@ -191,6 +207,10 @@ SHORT: dict[str, functools.partial[None]] = {
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),
+    "attention 1, FP8": call(attention, 1, 64, 8, 64, 0, dtype=FP8),
+    "attention 16, FP8": call(attention, 16, 64, 8, 64, 0, dtype=FP8),
+    "attention 8 of Llama, FP8": call(attention, 8, 32, 8, 128, 0, dtype=FP8),
+    "attention 4, four tokens each": call(attention, 4, 64, 8, 64, 0, tokens=4),
     "attention 1, a KV head each": call(attention, 1, 32, 32, 128, 0),
     "attention 1, a KV head each, window": call(attention, 1, 32, 32, 64, 128),
     "stream 65, 64": call(stream, 65, 64, 8, 64, 0, 16, True),
@@ -203,6 +223,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "window 256": call(window, 8, 4, 256),
     "window 256, a KV head each": call(window, 8, 8, 256),
     "convolution": call(convolution, 1),
+    "rmsnorm_rope": call(rope, 4096, 2880),
 }
 LONG: dict[str, functools.partial[None]] = {
     **{
@@ -260,4 +281,8 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
+            # loads that the assembler must not move down
+            kept = kernel.asm["ptx"].partition("bar.warp.sync")
+            shown["kept"] = kept[0].count("ld.global") if kept[1] else 0
+            shown["freed"] = kernel.asm["ptx"].count("mbarrier.arrive.shared")
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

@@ -90,6 +90,28 @@ def test_attention_asks_for_a_tile_before_it_uses_queries(case, compiled):
 
 
 @pytest.mark.parametrize(
+    "case",
+    [
+        "attention 1, FP8",
+        "attention 16, FP8",
+        "attention 8 of Llama, FP8",
+        "attention 4, four tokens each",
+    ],
+)
+def test_attention_uses_queries_first_where_a_tile_would_take_their_registers(case, compiled):
+    """More programs run at once: up to 29 % faster (docs/results/notes/decode.md)."""
+    (kernel,) = compiled[case]
+    assert kernel["asked"] <= 4
+
+
+@pytest.mark.parametrize("case", ["rmsnorm_rope"])
+def test_cosines_and_sines_do_not_wait_for_x(case, compiled):
+    """Of 45 heads a thread loads 6 vectors of x, 6 of the weight and 8 of cos and sin."""
+    (kernel,) = compiled[case]
+    assert kernel["kept"] == 6 + 6 + 8
+
+
+@pytest.mark.parametrize(
     ("case", "kernel", "most"),
     [
         ("experts 8", "_route_kernel", 20),
@@ -101,6 +123,20 @@ def test_threads_of_small_kernels_seldom_meet(case, kernel, most, compiled):
     """Nothing else runs while the few programs of such a kernel wait for each other's threads."""
     (found,) = [each for each in compiled[case] if each["name"] == kernel]
     assert found["meetings"] <= most
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "frees"),
+    [
+        ("joined qkv 1", "_qkv_kernel", False),
+        ("joined qkv 8, two levels", "_qkv_kernel", True),
+        ("o_proj 1, two levels", "_gemm_stream_kernel", False),
+        ("o_proj 8, two levels", "_gemm_stream_kernel", True),
+    ],
+)
+def test_rings_free_their_stages_where_k_is_longer(case, kernel, frees, compiled):
+    (found,) = [each for each in compiled[case] if each["name"] == kernel]
+    assert bool(found["freed"]) == frees
 
 
 @pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])

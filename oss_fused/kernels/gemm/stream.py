@@ -164,6 +164,7 @@ def _gemm_stream_kernel(
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
     SLICES: gl.constexpr,
+    WHOLE: gl.constexpr,
     TILES: gl.constexpr,
     PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
@@ -177,7 +178,7 @@ def _gemm_stream_kernel(
         first_m = gl.to_tensor(0)
         tiles = make_code_tiles(TILES, SLICES)
     first = (first_m, first_n)
-    ring = make_ring(tiles, b_desc, STAGES, SLABS, SLICES)
+    ring = make_ring(tiles, b_desc, STAGES, SLABS, SLICES, WHOLE)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     scales = (a_scale, b_scale, bias, out)
@@ -266,7 +267,8 @@ def _sizes(
         of_stage, exchange = 0, exchange + tiles * slices * LEAST_ROWS * WIDTH
     stages = stream_stages(length, of_stage, block_n, block_k, ctas, exchange)
     sizes = {"STAGES": stages, "SLABS": block_k // WIDTH, "SLICES": slices}
-    return length, sizes | {"TILES": tiles, "PARTS": parts}
+    sizes |= {"WHOLE": stages * block_k >= length, "TILES": tiles, "PARTS": parts}
+    return length, sizes
 
 
 def gemm_stream(

@@ -35,7 +35,6 @@ from oss_fused.kernels.moe.few_tile import (
     product_layout,
     request,
     result_layout,
-    token_layout,
     unpack_all,
 )
 from oss_fused.kernels.moe.gluon_tile import (
@@ -190,13 +189,12 @@ def _gate_up_few_kernel(
         if bias is not None:
             of_gate = bias + expert.to(gl.int64) * N + 2 * column
             gate_shift, up_shift = gl.load(of_gate).to(gl.float32), gl.load(of_gate + 1)
-        nth = gl.arange(0, COLUMNS, gl.SliceLayout(1, token_layout())) // 2 % PER
         token = gl.arange(0, PER, gl.SliceLayout(0, result_layout()))
-        source, scaled = nth * 0, token * 0
+        first, scaled = 0, token * 0
         if order is not None:
-            source = gl.load(order + begin + nth, mask=nth < count, other=0) // TOP_K
+            first = begin
             scaled = gl.load(order + begin + token, mask=token < count, other=0) // TOP_K
-        load_tokens(x, source, nth < count, 0, K, buffers[2], PER)
+        load_tokens(x, order, first, count, 0, K, buffers[2], PER, TOP_K)
         scale = gl.load(x_scale + scaled, mask=token < count, other=0.0)
         acc = _sum_steps(desc, s_desc, buffers, at, last, K, PER)
         # [warp, pair, row, token]: pair 0 are gates, pair 1 the ups of the same columns
@@ -251,8 +249,7 @@ def _down_few_kernel(
         wait_for_inputs()
         # not before: combine reads the routing ahead of its own wait
         start_next()
-        nth = gl.arange(0, COLUMNS, gl.SliceLayout(1, token_layout())) // 2 % PER
-        load_tokens(x, begin + nth, nth < count, base * DEPTH, K, buffers[2], PER)
+        load_tokens(x, None, begin, count, base * DEPTH, K, buffers[2], PER, 1)
         acc = gl.zeros([64, COLUMNS], gl.float32, layout=product_layout())
         here = gl.minimum(STEPS - base, SLOTS)
         for slot in range(here):

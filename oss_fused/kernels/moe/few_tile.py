@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.moe.gluon_tile import step_layout, unpack, word_layout
-from oss_fused.kernels.pipeline import copy_box, meet
+from oss_fused.kernels.pipeline import copy_box, meet, view_as
 
 # chunks of a step
 STEP_CHUNKS = 2
@@ -59,8 +59,8 @@ def product_layout():
 
 @gluon.constexpr_function
 def token_layout():
-    """Rows of tokens' codes [8, 128] on their way to shared memory."""
-    return gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    """Codes [rows, 128] of tokens on their way to shared memory."""
+    return gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -95,31 +95,56 @@ def request(desc, s_desc, buffers, slot, at, step, pred):
     copy_box(s_desc, [s_row + step * DEPTH, 0], ready, words.index(slot), pred=pred)
 
 
-@gluon.jit
-def load_tokens(x, source, mask, first, K: gl.constexpr, tokens, PER: gl.constexpr):
-    """Codes of ``source`` [8] tokens, chunks ``first`` and on, into shared memory.
+@gluon.constexpr_function
+def _most(count):
+    """The largest power of two up to ``count``."""
+    return 1 << (count.bit_length() - 1)
 
-    Row r of a tile is level r % 2 of token r // 2 % PER and belongs to its chunk r // (2 * PER).
+
+@gluon.jit
+def load_tokens(
+    x,
+    order,
+    begin,
+    count,
+    first,
+    K: gl.constexpr,
+    tokens,
+    PER: gl.constexpr,
+    TOP_K: gl.constexpr,
+    TILE: gl.constexpr = 0,
+):
+    """Codes of tokens, chunks ``first`` and on, into shared memory from tile TILE on.
+
+    ``order``: of pairs, of which ``begin`` and ``count - 1`` more have the tokens; None: these are
+    rows of x. Row r of a tile is level r % 2 of token r // 2 % PER and belongs to its chunk
+    r // (2 * PER).
     """
     KP: gl.constexpr = (K + 127) // 128 * 128
     PARTS: gl.constexpr = COLUMNS // (2 * PER)
-    TILES: gl.constexpr = tokens.type.shape[0]
+    COUNT: gl.constexpr = tokens.type.shape[0]
+    TILES: gl.constexpr = _most(COUNT - TILE)
     layout: gl.constexpr = token_layout()
-    row = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
+    row = gl.arange(0, TILES * COLUMNS, gl.SliceLayout(1, layout))
     column = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    base = x + (source * 2 + row % 2).to(gl.int64) * KP
-    loaded = ()
-    for tile in gl.static_range(TILES):
-        chunk = first + tile * PARTS + row // (2 * PER)
-        inside = (mask & (chunk < KP // 128))[:, None] & (column >= 0)[None, :]
-        pointers = (base + chunk * 128)[:, None] + column[None, :]
-        codes = gl.load(pointers, mask=inside, other=0)
-        loaded = loaded + (codes,)  # type: ignore[assignment]  # noqa: RUF005
-    for tile in gl.static_range(TILES):
-        tokens.index(tile).store(loaded[tile].to(gl.float8e4nv, bitcast=True))
-    # the tensor cores read what threads wrote
-    fence_async_shared()
-    meet()
+    nth = row // 2 % PER
+    source = begin + nth
+    if order is not None:
+        source = gl.load(order + begin + nth, mask=nth < count, other=0) // TOP_K
+    chunk = first + (TILE + row // COLUMNS) * PARTS + row % COLUMNS // (2 * PER)
+    inside = ((nth < count) & (chunk < KP // 128))[:, None] & (column >= 0)[None, :]
+    base = x + (source * 2 + row % 2).to(gl.int64) * KP + chunk * 128
+    codes = gl.load(base[:, None] + column[None, :], mask=inside, other=0)
+    if COUNT > TILE + TILES:
+        load_tokens(x, order, begin, count, first, K, tokens, PER, TOP_K, TILE + TILES)
+    # tiles lie one below the other: one store, where one for each would wait for the one before
+    shape: gl.constexpr = [COUNT // TILES, TILES * COLUMNS, 128]
+    below = view_as(tokens, gl.float8e4nv, shape, tokens.layout).index(TILE // TILES)
+    below.store(codes.to(gl.float8e4nv, bitcast=True))
+    if TILE == 0:
+        # the tensor cores read what threads wrote
+        fence_async_shared()
+        meet()
 
 
 @gluon.jit

@@ -172,6 +172,7 @@ def _qkv_kernel(
     LEVELS: gl.constexpr,
     STAGES: gl.constexpr,
     SLABS: gl.constexpr,
+    WHOLE: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     PAIRS: gl.constexpr = b_desc.block_type.shape[0]
@@ -180,7 +181,7 @@ def _qkv_kernel(
     first = gl.program_id(0) % (HALF // PAIRS) * PAIRS
     first_n = head * HEAD_DIM + first
     # both halves of the pairs
-    ring = make_ring(make_tiles(a_desc, STAGES * SLABS, 1), b_desc, STAGES, SLABS, 2)
+    ring = make_ring(make_tiles(a_desc, STAGES * SLABS, 1), b_desc, STAGES, SLABS, 2, WHOLE)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     inputs = (a_scale, b_scale, bias, positions, cos_sin, stride_table)
@@ -285,6 +286,7 @@ def launch(
         LEVELS=levels,
         STAGES=stages,
         SLABS=slabs,
+        WHOLE=stages * slabs * WIDTH >= k,
         PREFETCH=prefetch_weights,
         # of 128 tokens, two warpgroups take half each
         num_warps=8 if block_m == MAX_ROWS else 4,
