@@ -5,18 +5,26 @@ from __future__ import annotations
 
 from tests.docs.readers import Passages, best, load, oss, speedup
 
-_SLOW = "h200/decode_gpt_oss_20b_slow_host"
+_ONE_ROUND = "h200/decode_gpt_oss_20b_one_round"
 
 
-def slower_host() -> Passages:
-    """decode.md's prompt beside a slower host."""
-    report = load(f"{_SLOW}/results.json")
-    prompt = next(c for c in report["cells"] if c["context"] == 8192)
+def one_round() -> Passages:
+    """decode.md's steps and prompt of the newest kernels."""
+    report = load(f"{_ONE_ROUND}/results.json")
+    cells = {(cell["batch"], cell["context"]): cell for cell in report["cells"]}
+    ms = {key: cell["arms"]["oss_fp8"]["ms"] for key, cell in cells.items()}
+    prompt = cells[1, 8192]
     both = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
-    form = "prompt took {:.1f} ms there, the baseline's {:.1f} ({:.2f}x); its kernels took {:.1f}"
     whole = next(p for p in report["profiles"] if (p["context"], p["arm"]) == (8192, "oss_fp8"))
+    eight = [each for n in (128, 1024) for each in (ms[8, n], cells[8, n]["speedup"])]
     return [
-        (form, [*both, prompt["speedup"], whole["busy_us"] / 1e3]),
+        ("one sequence ({:.2f} ms) and of 256 ({:.2f})", [ms[1, 128], ms[256, 128]]),
+        ("took {:.2f} ms ({:.2f}x) at context 128 and {:.2f} ({:.2f}x) at 1024", eight),
+        ("at 32 it took {:.2f} ({:.2f}x)", [ms[32, 128], cells[32, 128]["speedup"]]),
+        (
+            "prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x); its kernels took {:.1f}",
+            [*both, prompt["speedup"], whole["busy_us"] / 1e3],
+        ),
     ]
 
 

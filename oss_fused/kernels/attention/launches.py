@@ -48,7 +48,7 @@ _LAUNCHES = {
     (True, False): (
         Launch(32, 64, 4, 3, 3, True),
         Launch(8, 64, 4, 4, 3, True),
-        Launch(4, 64, 4, 4, 3, True),
+        Launch(4, 64, 4, 4, 3),
         Launch(1, 32, 2, 1, 4),
         Launch(1, 32, 2, 1, 4),
     ),
