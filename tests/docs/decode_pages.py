@@ -71,7 +71,7 @@ def readme() -> Passages:
     baselines = [startup("gpt_oss_20b", arm) for arm in vllm_arms]
     return [
         *_served_rows(),
-        *(h100_pages.readme() + other_runs.two_gpus()),
+        *(h100_pages.readme() + other_runs.two_gpus() + step_kernels.readme()),
         *_demo(),
         _largest_load(),
         (

@@ -27,6 +27,13 @@ def passages() -> Passages:
     return _groups() + _runs() + _ratios()
 
 
+def readme() -> Passages:
+    """README's kernels of a step."""
+    five = "{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f} ms"
+    form = f"{five} at 1, 8, 32, 128 and 256 sequences, with Triton experts {five}"
+    return [(form, [_ms(b, arm, _H200) for arm in ("oss_fp8", "triton") for b in _BATCHES])]
+
+
 def _ms(batch: int, arm: str, folder: str) -> float:
     return float(profile(batch, arm, folder)["busy_us"]) / 1e3
 
