@@ -109,6 +109,7 @@ def _rmsnorm_rope_kernel(
         sin_left = tl.load(sin_row + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         if MORE:
+            # with two tiles registers are free, and cos and sin need not wait for x
             if AHEAD > 0:
                 _ask_for(x, row + AHEAD, rows, sequence, strides, heads * 2 * half, LINES)
             asked_above()
