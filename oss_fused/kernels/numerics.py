@@ -155,24 +155,6 @@ def used_from_here(x):
 
 
 @triton.jit
-def asked_above():
-    """Loads above this line are asked for above it.
-
-    The assembler moves loads down to their use, which saves registers and waits for memory once
-    more. It moves none over a barrier of a warp, which is no instruction where the warp is whole.
-    """
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
-            "=r,r",
-            [tl.program_id(0)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def mix_bits(x):
     """A permutation of uint32 whose output bits look independent; see kernels/random_mask.py."""
     x ^= x >> 16

@@ -138,7 +138,7 @@ def ring_layout(rows, warps):
 def add_stage(acc, ring, slot, phase, tile, pred):
     """``acc`` and the products of a slot's weights with the tokens' tiles from ``tile`` on.
 
-    Hands the slot before back to the loading warp where ``pred``.
+    Hands the slot before back to the loading warp where ``pred``, unless the ring holds all of K.
     """
     tokens, weights, full, empty = ring
     STAGES: gl.constexpr = full.type.shape[0]

@@ -143,13 +143,6 @@ def window(heads: int, kv_heads: int, dim: int, dtype: torch.dtype = BF16) -> No
     )  # fmt: skip
 
 
-def rope(rows: int, hidden: int, dim: int = 64) -> None:
-    angles = empty(rows, dim, dtype=F32)
-    get_kernel("triton", "rmsnorm_rope")(
-        empty(1, rows, hidden), empty(hidden), angles, angles, 1e-5
-    )
-
-
 def greedy(rows: int, columns: int) -> None:
     arrivals = empty(rows, dtype=I32)
     get_kernel("triton", "greedy_tokens")(empty(rows, columns), arrivals)
@@ -207,7 +200,6 @@ SHORT: dict[str, functools.partial[None]] = {
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),
-    "attention 1, FP8": call(attention, 1, 64, 8, 64, 0, dtype=FP8),
     "attention 16, FP8": call(attention, 16, 64, 8, 64, 0, dtype=FP8),
     "attention 8 of Llama, FP8": call(attention, 8, 32, 8, 128, 0, dtype=FP8),
     "attention 4, four tokens each": call(attention, 4, 64, 8, 64, 0, tokens=4),
@@ -223,7 +215,6 @@ SHORT: dict[str, functools.partial[None]] = {
     "window 256": call(window, 8, 4, 256),
     "window 256, a KV head each": call(window, 8, 8, 256),
     "convolution": call(convolution, 1),
-    "rmsnorm_rope": call(rope, 4096, 2880),
 }
 LONG: dict[str, functools.partial[None]] = {
     **{
@@ -281,8 +272,5 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
-            # loads that the assembler must not move down
-            kept = kernel.asm["ptx"].partition("bar.warp.sync")
-            shown["kept"] = kept[0].count("ld.global") if kept[1] else 0
             shown["freed"] = kernel.asm["ptx"].count("mbarrier.arrive.shared")
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

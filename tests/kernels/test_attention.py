@@ -186,6 +186,27 @@ def test_several_queries_in_fp8(device):
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("dim", "fp8", "window", "most"),
+    [
+        (64, False, 0, 8),
+        (128, False, 0, 4),
+        (64, True, 0, 0),
+        (128, True, 0, 0),
+        (64, False, 128, 8),
+        (128, False, 128, 8),
+        (64, True, 128, 8),
+        (128, True, 128, 0),
+    ],
+)
+def test_tiles_come_first_where_programs_are_few(dim, fp8, window, most):
+    """``most``: sequences of eight KV heads."""
+    launches = {rows: launch_for(rows, 8, dim, fp8, window, 8192) for rows in (1, 2, 4, 8, 9, 64)}
+    assert {rows for rows, launch in launches.items() if launch.tiles_first} == {
+        rows for rows in launches if rows <= most
+    }
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 64), (8, 128), (1, 80), (32, 128)])
 def test_launches_fill_the_gpu_and_no_more(heads, dim, fp8):

@@ -90,25 +90,18 @@ def test_attention_asks_for_a_tile_before_it_uses_queries(case, compiled):
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "registers"),
     [
-        "attention 1, FP8",
-        "attention 16, FP8",
-        "attention 8 of Llama, FP8",
-        "attention 4, four tokens each",
+        # in Triton 3.6 a tile that comes first takes 162, 252, and 22 loads of the last one
+        ("attention 16, FP8", 128),
+        ("attention 8 of Llama, FP8", 200),
+        ("attention 4, four tokens each", 255),
     ],
 )
-def test_attention_uses_queries_first_where_a_tile_would_take_their_registers(case, compiled):
+def test_attention_uses_queries_first_where_a_tile_takes_registers(case, registers, compiled):
     """More programs run at once: up to 29 % faster (docs/results/notes/decode.md)."""
     (kernel,) = compiled[case]
-    assert kernel["asked"] <= 4
-
-
-@pytest.mark.parametrize("case", ["rmsnorm_rope"])
-def test_cosines_and_sines_do_not_wait_for_x(case, compiled):
-    """Of 45 heads a thread loads 6 vectors of x, 6 of the weight and 8 of cos and sin."""
-    (kernel,) = compiled[case]
-    assert kernel["kept"] == 6 + 6 + 8
+    assert kernel["asked"] <= 4 and kernel["registers"] <= registers
 
 
 @pytest.mark.parametrize(

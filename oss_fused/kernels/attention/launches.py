@@ -13,9 +13,9 @@ class Launch(NamedTuple):
     """How a batch is cut up: programs a head, positions a tile and warps of one.
 
     A split has at least ``min_tiles`` tiles, so that short sequences take fewer of them. Keys and
-    values of ``stages - 1`` tiles are on their way or in use at once. ``tiles_first``: of one token
-    per sequence, a tile is asked for before queries are used. It takes registers, so that fewer
-    programs run at once.
+    values of ``stages - 1`` tiles are on their way or in use at once. ``tiles_first``: a tile is
+    asked for before queries are used. That takes registers, so that fewer programs run at once. It
+    counts where a sequence has one token, and each warp its own positions or the window one tile.
     """
 
     splits: int
@@ -41,7 +41,7 @@ _LAUNCHES = {
     (False, True): (
         Launch(32, 128, 4, 1, 3),
         Launch(8, 64, 2, 2, 4),
-        Launch(8, 64, 2, 2, 4, True),
+        Launch(8, 64, 2, 2, 4),
         Launch(2, 64, 2, 8, 4),
         Launch(1, 64, 2, 1, 4),
     ),

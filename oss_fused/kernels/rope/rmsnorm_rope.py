@@ -22,7 +22,7 @@ from oss_fused.kernels.launch import (
     start_next,
     wait_for_inputs,
 )
-from oss_fused.kernels.numerics import asked_above, round_to
+from oss_fused.kernels.numerics import round_to
 
 # 16-bit values of a cache line
 _LINE = tl.constexpr(64)
@@ -108,11 +108,9 @@ def _rmsnorm_rope_kernel(
         cos_right = tl.load(cos_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_left = tl.load(sin_row + lane, mask=in_half, other=0.0).to(tl.float32)
         sin_right = tl.load(sin_row + half + lane, mask=in_half, other=0.0).to(tl.float32)
-        if MORE:
-            # with two tiles registers are free, and cos and sin need not wait for x
-            if AHEAD > 0:
-                _ask_for(x, row + AHEAD, rows, sequence, strides, heads * 2 * half, LINES)
-            asked_above()
+        if MORE and AHEAD > 0:
+            # behind cos and sin: their loads come after this branch, and would wait for x
+            _ask_for(x, row + AHEAD, rows, sequence, strides, heads * 2 * half, LINES)
         x_left = x_left.to(tl.float32)
         x_right = x_right.to(tl.float32)
         squares = x_left * x_left + x_right * x_right
