@@ -236,7 +236,7 @@ def attend(
             odd = tl.dot(weights, v_odd)
     else:
         q = _load_queries(query, mask_q, HEAD_DIM, DTYPE)
-        # Triton moves what it may out of the loop
+        # else Triton exchanges queries above the loop, where the first tile waits for them
         IN_LOOP: tl.constexpr = TILES_FIRST and WARPS > 1
         for start in range(begin, end, BLOCK_N):
             k, v, v_odd = _load_tile(

@@ -190,11 +190,11 @@ def _gate_up_few_kernel(
             of_gate = bias + expert.to(gl.int64) * N + 2 * column
             gate_shift, up_shift = gl.load(of_gate).to(gl.float32), gl.load(of_gate + 1)
         token = gl.arange(0, PER, gl.SliceLayout(0, result_layout()))
-        first, scaled = 0, token * 0
+        start, scaled = 0, token * 0
         if order is not None:
-            first = begin
+            start = begin
             scaled = gl.load(order + begin + token, mask=token < count, other=0) // TOP_K
-        load_tokens(x, order, first, count, 0, K, buffers[2], PER, TOP_K)
+        load_tokens(x, order, start, count, 0, K, buffers[2], PER, TOP_K)
         scale = gl.load(x_scale + scaled, mask=token < count, other=0.0)
         acc = _sum_steps(desc, s_desc, buffers, at, last, K, PER)
         # [warp, pair, row, token]: pair 0 are gates, pair 1 the ups of the same columns
