@@ -34,6 +34,11 @@ from triton.runtime import driver
 
 from oss_fused.kernels.numerics import INTERPRETED
 
+# tokens of a step whose activations stay in L2
+_KEPT_TOKENS = 256
+# eviction policy of results that stay there
+KEPT = tl.constexpr("evict_last")
+
 
 @triton.jit
 def start_next():
@@ -69,6 +74,16 @@ def prefetch_line(pointers):
             is_pure=False,
             pack=1,
         )
+
+
+def activation_policy(tokens: int) -> str:
+    """Eviction policy of the results of a step of so many tokens.
+
+    Weights pass through L2 and push out what kernels leave there for the next ones. A residual then
+    comes from memory, which is busy with weights, and the others are written to memory first. Those
+    of a prompt would fill L2.
+    """
+    return KEPT.value if tokens <= _KEPT_TOKENS else ""
 
 
 @functools.cache

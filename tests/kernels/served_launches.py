@@ -196,7 +196,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "o_proj of Llama 1, two levels": call(two_levels, 1, 4096, 4096),
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
-    "mlp 1": call(mlp, 1),
+    **{f"mlp {rows}": call(mlp, rows) for rows in (1, 256, 257)},
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),
@@ -272,5 +272,6 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
+            shown["kept"] = kernel.asm["ptx"].count("L2::evict_last.b64")
             shown["freed"] = kernel.asm["ptx"].count("mbarrier.arrive.shared")
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

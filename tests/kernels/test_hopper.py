@@ -132,6 +132,26 @@ def test_rings_free_their_stages_where_k_is_longer(case, kernel, frees, compiled
     assert bool(found["freed"]) == frees
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"experts {tokens}" for tokens in (1, 8, 128)),
+        *("mlp 1", "mlp 256", "gate_up 4", "o_proj 8, two levels"),
+        "example of add_rms_norm_quant",
+    ],
+)
+def test_results_of_few_tokens_stay_in_l2(case, compiled):
+    """Of many tokens a launch routes, and others use what it says at once."""
+    kept = {kernel["name"]: kernel["kept"] > 0 for kernel in compiled[case]}
+    kept.pop("_route_kernel", None)
+    assert kept and all(kept.values()), kept
+
+
+@pytest.mark.parametrize("case", ["mlp 257", "qkv 5120 512"])
+def test_results_of_many_tokens_leave_l2(case, compiled):
+    assert not any(kernel["kept"] for kernel in compiled[case])
+
+
 @pytest.mark.parametrize("case", [case for case in SHORT if case.startswith("stream")])
 def test_large_batches_read_keys_and_values_once(case, compiled):
     """64 rows times 16 columns at a time; as many programs as the rule says fit."""

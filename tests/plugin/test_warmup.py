@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
+from oss_fused.kernels.launch import activation_policy
 from oss_fused.kernels.moe.config import (
     ExpertShape,
     choose_config,
@@ -51,7 +52,8 @@ def test_every_tile_of_mxfp4_experts(experts, of_all, top_k, fp8_from, limit):
         blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
         chunk = config.sorted_codes and placing_chunk(tokens, top_k)
         # one and two tokens have kernels of their own (moe/few.py)
-        return fp8, config, chunk, min(tokens, 3), is_unrouted(tokens, of_all), blocks
+        few = min(tokens, 3), is_unrouted(tokens, of_all), activation_policy(tokens)
+        return fp8, config, chunk, few, blocks
 
     for gluon in (False, True):
         met = {kernels(tokens, gluon) for tokens in warmed}
@@ -65,9 +67,8 @@ def test_every_tile_of_fp8_experts(experts, of_all, top_k, limit):
     warmed = first_of_each(limit, lambda t: fp8_variant(t, top_k, experts, of_all))
 
     def kernels(tokens):
-        return fp8_rows(tokens * top_k, experts), tuple(
-            routing_block(tokens, of_all, coded) for coded in (True, False)
-        )
+        blocks = tuple(routing_block(tokens, of_all, coded) for coded in (True, False))
+        return fp8_rows(tokens * top_k, experts), activation_policy(tokens), blocks
 
     met = {kernels(tokens) for tokens in warmed}
     assert {kernels(tokens) for tokens in range(1, limit + 1)} <= met

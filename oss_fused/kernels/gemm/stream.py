@@ -23,7 +23,13 @@ from oss_fused.errors import TritonKernelError
 from oss_fused.kernels.gemm.codes import LEAST_ROWS, make_code_tiles, store_codes, sum_parts
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    KEPT,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, ring_layout, sum_ring
 from oss_fused.kernels.tiles import MOST_QUANTISED
@@ -88,6 +94,7 @@ def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr):
         out + offs_m.to(gl.int64)[None, :] * n + offs_n[:, None],
         result,
         mask=(offs_m < m)[None, :] & (offs_n < n)[:, None],
+        eviction_policy=KEPT,
     )
 
 

@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    KEPT,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
 from oss_fused.kernels.pipeline import descriptor
@@ -54,7 +60,8 @@ def _multiply(ring, operands, sizes, ACTIVATION: gl.constexpr, PREFETCH: gl.cons
     up = (up * row_scale * up_scale).to(dtype).to(gl.float32)
     value = (activate(gate, ACTIVATION).to(dtype).to(gl.float32) * up).to(dtype)
     inside = (pair < n)[:, None] & (token < m)[None, :]
-    gl.store(y + token.to(gl.int64)[None, :] * n + pair[:, None], value, mask=inside)
+    place = y + token.to(gl.int64)[None, :] * n + pair[:, None]
+    gl.store(place, value, mask=inside, eviction_policy=KEPT)
     amax = gl.max(gl.where(inside, magnitude_bits(value.to(gl.float32)), 0), 0)
     parts = gl.num_programs(0)
     gl.store(part_amax + token * parts + gl.program_id(0), amax, mask=token < m)

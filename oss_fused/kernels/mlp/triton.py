@@ -15,7 +15,13 @@ import triton.language as tl
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.launch import (
+    KEPT,
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.numerics import (
     magnitude_bits,
     quantize_dynamic,
@@ -58,6 +64,7 @@ def _act_mul_quant_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     STATIC: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -74,17 +81,17 @@ def _act_mul_quant_kernel(
         row_scale = tl.load(static_scale)
         codes = quantize_static(value.to(tl.float32), tl.div_rn(1.0, row_scale))
         tl.store(scale, row_scale, mask=(row == 0) & (part == 0))
-        tl.store(q + row * n_cols + cols, codes, mask=mask)
+        tl.store(q + row * n_cols + cols, codes, mask=mask, eviction_policy=POLICY)
     else:
         amax = tl.max(magnitude_bits(value.to(tl.float32)), 0)
         if y is not None:
-            tl.store(y + row * n_cols + cols, value, mask=mask)
+            tl.store(y + row * n_cols + cols, value, mask=mask, eviction_policy=POLICY)
             tl.store(part_amax + row * tl.num_programs(1) + part, amax)
         else:
             row_scale = scale_of_amax(amax)
             codes = quantize_dynamic(value.to(tl.float32), tl.div_rn(1.0, row_scale))
             tl.store(scale + row, row_scale)
-            tl.store(q + row * n_cols + cols, codes, mask=mask)
+            tl.store(q + row * n_cols + cols, codes, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -102,7 +109,8 @@ def _quantize_parts_kernel(
     amax = tl.load(part_amax + row * parts + which, mask=which < parts, other=0)
     value = tl.load(y + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     row_scale = scale_of_amax(tl.max(amax, 0))
-    tl.store(q + row * n_cols + cols, quantize_dynamic(value, tl.div_rn(1.0, row_scale)), mask=mask)
+    codes = quantize_dynamic(value, tl.div_rn(1.0, row_scale))
+    tl.store(q + row * n_cols + cols, codes, mask=mask, eviction_policy=KEPT)
     tl.store(scale + row, row_scale, mask=part == 0)
 
 
@@ -140,6 +148,7 @@ def act_mul_quant(
         ACTIVATION=activation,
         BLOCK=block,
         STATIC=scale is not None,
+        POLICY=activation_policy(rows.shape[0]),
         num_warps=4 if parts > 1 else min(max(block // 1024, 1), 16),
         **pdl_options(x.device),
     )

@@ -16,7 +16,13 @@ import triton.language as tl
 
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.choice import ranked
 from oss_fused.kernels.norm.triton import normalized, store_codes
@@ -149,6 +155,7 @@ def _combine_norm_kernel(
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
     LATE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = residual.dtype.element_ty
@@ -172,10 +179,11 @@ def _combine_norm_kernel(
     out = _weighted_sum(summands.y, rows, weights, own, own_mask, n_pairs, SHAPE)
     hidden = round_to(out, dtype).to(tl.float32) + before.to(tl.float32)
     added = round_to(hidden, dtype)
-    tl.store(residual_out + token * SHAPE.columns + own, added, mask=own_mask)
+    target = residual_out + token * SHAPE.columns + own
+    tl.store(target, added, mask=own_mask, eviction_policy=POLICY)
     if PART == BLOCK:
         y = normalized(added.to(tl.float32), factors, SHAPE.columns, eps, dtype)
-        store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask)
+        store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask, POLICY)
     else:
         # every thread's stores come before the arrival that announces them
         tl.debug_barrier()
@@ -184,7 +192,7 @@ def _combine_norm_kernel(
             tl.store(arrivals + token, 0)
             whole = tl.load(residual_out + place, mask=mask, other=0.0, cache_modifier=".cg")
             y = normalized(whole.to(tl.float32), factors, SHAPE.columns, eps, dtype)
-            store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask)
+            store_codes(y, static_scale, q + place, both, SHAPE.columns, scale, token, mask, POLICY)
 
 
 def combine_norm(
@@ -235,6 +243,7 @@ def combine_norm(
         PREFETCH=prefetch,
         # of one token, or without shares, y is little: early weights win (measured on an H200)
         LATE=shares > 1 and tokens > 1,
+        POLICY=activation_policy(tokens),
         num_warps=4 if shares > 1 else min(most, max(1, block // 256)),
         **pdl_options(device),
     )

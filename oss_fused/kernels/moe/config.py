@@ -13,6 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
+from oss_fused.kernels.launch import activation_policy
 
 # tokens up to which norm and router product are one launch, and logits, since every token reads
 # all of the router's weights there; tokens up to which a program takes four experts, or one where
@@ -219,12 +220,14 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     chunk = placing_chunk(tokens, shape.top_k) if by_pair else 0
     # each number of so few tokens has kernels of its own, and one token has no routing
     few = min(tokens, _FEW_GATE_UP + 1)
-    return (fp8, *configs, chunk, few, *_routing(tokens, shape.global_experts))
+    policy = activation_policy(tokens)
+    return (fp8, *configs, chunk, few, policy, *_routing(tokens, shape.global_experts))
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:
     """As ``mxfp4_variant``, of FP8 experts."""
-    return (fp8_rows(tokens * top_k, experts), *_routing(tokens, global_experts))
+    rows, policy = fp8_rows(tokens * top_k, experts), activation_policy(tokens)
+    return (rows, policy, *_routing(tokens, global_experts))
 
 
 def is_unrouted(tokens: int, experts: int) -> bool:

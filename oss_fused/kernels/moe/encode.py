@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.moe.tile import in_activation_order
 from oss_fused.kernels.numerics import (
     magnitude_bits,
@@ -55,6 +60,7 @@ def store_encoded(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """Store what ``row_codes`` made as row ``row``."""
     HP: tl.constexpr = (H + 127) // 128 * 128
@@ -65,9 +71,9 @@ def store_encoded(
     if PERMUTE:
         first = in_activation_order(first)
         second = in_activation_order(second)
-    tl.store(target, first, mask=mask)
+    tl.store(target, first, mask=mask, eviction_policy=POLICY)
     if LEVELS == 2:
-        tl.store(target + HP, second, mask=mask)
+        tl.store(target + HP, second, mask=mask, eviction_policy=POLICY)
     tl.store(rows.scale + row, unit)
 
 
@@ -88,10 +94,11 @@ def store_row(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """Store codes and scale of float32 ``value`` [BLOCK], zeros beyond H, as row ``row``."""
     first, second, unit = row_codes(value, LEVELS)
-    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE, POLICY)
 
 
 @triton.jit
@@ -102,10 +109,11 @@ def encode_row(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     """Codes and scale of x's row ``row``."""
     first, second, unit = row_codes(load_row(rows.x, row, H, BLOCK), LEVELS)
-    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+    store_encoded(rows, row, first, second, unit, H, BLOCK, LEVELS, PERMUTE, POLICY)
 
 
 @triton.jit
@@ -117,19 +125,20 @@ def _encode_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     start_next()
     wait_for_inputs()
     row = tl.program_id(0)
     if place is None:
-        encode_row(rows, row, H, BLOCK, LEVELS, PERMUTE)
+        encode_row(rows, row, H, BLOCK, LEVELS, PERMUTE, POLICY)
     else:
         first, second, unit = row_codes(load_row(rows.x, row, H, BLOCK), LEVELS)
         for slot in tl.static_range(TOP_K):
             target = tl.load(place + row * TOP_K + slot)
             # an expert that is not here has no place for the row
             if target >= 0:
-                store_encoded(rows, target, first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+                store_encoded(rows, target, first, second, unit, H, BLOCK, LEVELS, PERMUTE, POLICY)
 
 
 def encode_rows(
@@ -156,6 +165,7 @@ def encode_rows(
             BLOCK=next_power_of_2(encoded.codes.shape[2]),
             LEVELS=levels,
             PERMUTE=permute,
+            POLICY=activation_policy(tokens),
             num_warps=4,
             **pdl_options(x.device),
         )

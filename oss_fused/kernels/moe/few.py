@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.launch import (
+    KEPT,
     pdl_options,
     prefetch_line,
     start_next,
@@ -134,8 +135,8 @@ def _store_codes(act, out, column, position, mask, group, WIDTH: gl.constexpr):
     rows = out + position.to(gl.int64)[None, :] * (2 * OP)
     inside = mask[None, :] & (column >= 0)[:, None]
     target = rows + activation_position(column)[:, None]
-    gl.store(target, first, mask=inside)
-    gl.store(target + OP, second, mask=inside)
+    gl.store(target, first, mask=inside, eviction_policy=KEPT)
+    gl.store(target + OP, second, mask=inside, eviction_policy=KEPT)
     # the last group fills the chunk: what is not written could hold NaN codes
     if OP != WIDTH:  # noqa: SIM102
         if group == WIDTH // 32 - 1:
@@ -268,7 +269,8 @@ def _down_few_kernel(
         token = gl.arange(0, PER, gl.SliceLayout(0, result_layout()))
         rows = out + (share * n_pairs + begin + token).to(gl.int64) * N
         inside = (token < count)[None, :] & (row >= 0)[:, None]
-        gl.store(rows[None, :] + (group * 64 + row)[:, None], total, mask=inside)
+        target = rows[None, :] + (group * 64 + row)[:, None]
+        gl.store(target, total, mask=inside, eviction_policy=KEPT)
     else:
         # the end of this grid must say that gate_up has ended, even where no expert is here
         wait_for_inputs()

@@ -42,8 +42,8 @@ class Product(NamedTuple):
     """What a product's kernel is compiled for.
 
     Rows N and columns K of an expert's weight; tokens of a tile; levels of a code; 64-row groups
-    of a program; 128-column chunks of a step; shares of K; steps on their way; warpgroups among
-    which the groups are divided; whether a step's sum is promoted to float32; the weight's format.
+    of a program; 128-column chunks of a step; shares of K; steps on their way; warpgroups of the
+    groups; whether a step's sum is promoted; the weight's format; eviction policy of the result.
     """
 
     n: int
@@ -57,6 +57,7 @@ class Product(NamedTuple):
     warpgroups: int = 1
     promote: bool = False
     mxfp4: bool = False
+    policy: str = ""
 
 
 @triton.jit
@@ -223,7 +224,8 @@ def _store(out, values, position, column, mask, WIDTH: tl.constexpr, P: tl.const
     mask = mask[None, :]
     if P.n % 64 != 0:
         mask &= (column < WIDTH)[:, None]
-    tl.store(target, round_to(values, out.dtype.element_ty), mask=mask)
+    rounded = round_to(values, out.dtype.element_ty)
+    tl.store(target, rounded, mask=mask, eviction_policy=P.policy)
 
 
 @triton.jit
@@ -239,9 +241,10 @@ def _store_codes(out, act, position, column, mask, last, DTYPE: tl.constexpr, P:
     rows = out + position.to(tl.int64) * (LEVELS * OP)
     target = rows[None, :] + activation_position(column)[:, None]
     first = to_fp8(act)
-    tl.store(target, first, mask=mask[None, :])
+    tl.store(target, first, mask=mask[None, :], eviction_policy=P.policy)
     if LEVELS == 2:
-        tl.store(target + OP, to_fp8((act - from_fp8(first)) * 16.0), mask=mask[None, :])
+        second = to_fp8((act - from_fp8(first)) * 16.0)
+        tl.store(target + OP, second, mask=mask[None, :], eviction_policy=P.policy)
     # the last program fills the chunk: what is not written could hold NaN codes
     if (OP != WIDTH) & last:
         pad = tl.arange(0, 128)

@@ -19,7 +19,12 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.moe.encode import empty_codes, load_row, row_codes, store_encoded
 
 # above the key of every pair that is computed here
@@ -51,6 +56,11 @@ class Routing(NamedTuple):
     codes: torch.Tensor | None
     scale: torch.Tensor | None
     expected: torch.Tensor | None = None
+
+
+def policy_of(routing: Routing) -> str:
+    """Eviction policy of the results of these tokens."""
+    return activation_policy(routing.topk_weights.shape[0])
 
 
 def unrouted(
@@ -240,6 +250,7 @@ def _place_and_encode_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     K: tl.constexpr = SHAPE.top_k
     pid = tl.program_id(0)
@@ -257,7 +268,9 @@ def _place_and_encode_kernel(
         for i in tl.static_range(K):
             # an expert that is not here has no place for the row
             if places[i] >= 0:
-                store_encoded(rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE)
+                store_encoded(
+                    rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE, POLICY
+                )
 
 
 def place(
@@ -304,6 +317,7 @@ def place_and_encode(
         BLOCK=next_power_of_2(encoded.codes.shape[2]),
         LEVELS=levels,
         PERMUTE=permute,
+        POLICY=policy_of(routing),
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -27,6 +27,7 @@ from oss_fused.kernels.moe.place import (
     place,
     place_and_encode,
     place_pairs,
+    policy_of,
 )
 from oss_fused.kernels.numerics import sort_keys
 
@@ -128,6 +129,7 @@ def _route_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     pid = tl.program_id(0)
     blocks = 2 if SINGLE else (n_tokens + SHAPE.block - 1) // SHAPE.block
@@ -137,7 +139,7 @@ def _route_kernel(
     # the outer branch is decided when the kernel is compiled: without x the inner has no type
     if rows.x is not None:
         if pid >= blocks:
-            encode_row(rows, pid - blocks, H, BLOCK, LEVELS, PERMUTE)
+            encode_row(rows, pid - blocks, H, BLOCK, LEVELS, PERMUTE, POLICY)
         else:
             _route_block(pid, work, SHAPE, RENORMALIZE, SINGLE)
     else:
@@ -218,6 +220,7 @@ def _launch(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
+        POLICY=policy_of(routing),
         # up to eight tokens of 32 experts a warp, one after the other
         num_warps=min(max(shape.block * shape.padded_experts // 256, 4), 16),
         **pdl_options(router_logits.device),

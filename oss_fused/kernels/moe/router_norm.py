@@ -19,7 +19,13 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.moe.config import router_part
 from oss_fused.kernels.moe.encode import NO_CODES, Encoded, store_row
 from oss_fused.kernels.numerics import round_to, used_from_here
@@ -57,6 +63,7 @@ def _add_rms_norm_router_kernel(
     PART: tl.constexpr,
     PREFETCH: tl.constexpr,
     LEVELS: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * H
     part = tl.program_id(1)
@@ -86,8 +93,8 @@ def _add_rms_norm_router_kernel(
         hidden = round_to(hidden, dtype).to(tl.float32)
     y = _normed(hidden, gain, H, eps, dtype)
     if part == 0:
-        tl.store(residual_out + row + column, hidden.to(dtype), mask=mask)
-        tl.store(normed + row + column, y, mask=mask)
+        tl.store(residual_out + row + column, hidden.to(dtype), mask=mask, eviction_policy=POLICY)
+        tl.store(normed + row + column, y, mask=mask, eviction_policy=POLICY)
     if gate is not None:
         target = logits + tl.program_id(0).to(tl.int64) * EXPERTS
         _store_logits(target, y, of_gate, shift, expert, live, dtype)
@@ -96,7 +103,7 @@ def _add_rms_norm_router_kernel(
         if part == tl.num_programs(1) - 1:
             # exchanged between threads here, not by the programs that have logits as well
             value = used_from_here(y).to(tl.float32)
-            store_row(rows, tl.program_id(0), value, H, BLOCK, LEVELS, True)
+            store_row(rows, tl.program_id(0), value, H, BLOCK, LEVELS, True, POLICY)
 
 
 def add_rms_norm_router(
@@ -147,6 +154,7 @@ def add_rms_norm_router(
             PART=part or 8,
             PREFETCH=prefetch_weights,
             LEVELS=1 if codes.codes is None else codes.codes.shape[1],
+            POLICY=activation_policy(tokens),
             num_warps=min(max(block // 512, 1), 16),
             **pdl_options(x.device),
         )

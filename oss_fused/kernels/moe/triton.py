@@ -24,7 +24,7 @@ from oss_fused.kernels.moe.config import (
 )
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
-from oss_fused.kernels.moe.place import Routing, unrouted
+from oss_fused.kernels.moe.place import Routing, policy_of, unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router import route
 
@@ -32,7 +32,7 @@ _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def _product(
-    weight: torch.Tensor, columns: int, tile: Tile, config: MoEConfig, levels: int
+    weight: torch.Tensor, columns: int, tile: Tile, config: MoEConfig, levels: int, policy: str
 ) -> Product:
     """The product of tokens with packed ``weight`` [E, N, columns / 2]."""
     groups = weight.shape[1] // 64
@@ -49,6 +49,7 @@ def _product(
         warpgroups=min(tile.warpgroups, taken),
         promote=config.promote,
         mxfp4=True,
+        policy=policy,
     )
 
 
@@ -192,7 +193,7 @@ def gate_up(
         few = (routing, w13, w13_scale, w13_bias, act, (tokens, tiles, chosen), top_k)
         gate_up_few(*few, hidden, dtype)
         return act, None
-    product = _product(w13, hidden, config.gate_up, config, levels)
+    product = _product(w13, hidden, config.gate_up, config, levels, policy_of(routing))
     _gate_up_kernel[(cdiv(rows // 64, product.groups), tiles)](
         routing.codes,
         routing.scale,
@@ -256,7 +257,7 @@ def down(
         weights = (w2, w2_scale, w2_bias)
         _gluon_product(config)(act, None, *weights, y[0], routing, inter, y_dtype, config.rows)
         return y
-    product = _product(w2, inter, config.down, config, levels)
+    product = _product(w2, inter, config.down, config, levels, policy_of(routing))
     grid = (cdiv(hidden // 64, product.groups), tiles, product.shares)
     _down_kernel[grid](
         act,

@@ -14,7 +14,13 @@ import triton.language as tl
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+    wait_unless,
+)
 from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.numerics import (
     magnitude_bits,
@@ -43,7 +49,7 @@ def normalized(hidden, gain, n_cols, eps, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask):
+def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask, POLICY: tl.constexpr):
     """Store the codes of a row at ``target``, and its scale; static_scale None: the row's own.
 
     ``levels``: where the levels of the row begin, ``n_cols`` codes each; None: it has one.
@@ -51,8 +57,8 @@ def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask):
     y = y.to(tl.float32)
     if levels is not None:
         codes, rest, row_scale = two_levels(y, tl.max(magnitude_bits(y), 0))
-        tl.store(levels, codes, mask=mask)
-        tl.store(levels + n_cols, rest, mask=mask)
+        tl.store(levels, codes, mask=mask, eviction_policy=POLICY)
+        tl.store(levels + n_cols, rest, mask=mask, eviction_policy=POLICY)
         tl.store(scale + row, row_scale)
     elif static_scale is not None:
         row_scale = tl.load(static_scale)
@@ -62,7 +68,7 @@ def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask):
         row_scale = scale_of_amax(tl.max(magnitude_bits(y), 0))
         codes = quantize_dynamic(y, tl.div_rn(1.0, row_scale))
         tl.store(scale + row, row_scale)
-    tl.store(target, codes, mask=mask)
+    tl.store(target, codes, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -84,6 +90,7 @@ def _add_rms_norm_quant_kernel(
     WRITE_NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
     STREAM: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -102,14 +109,14 @@ def _add_rms_norm_quant_kernel(
         hidden += tl.load(place, mask=mask, other=0.0, eviction_policy=READ).to(tl.float32)
         hidden = round_to(hidden, dtype).to(tl.float32)
     place = residual_out + row * n_cols + cols
-    tl.store(place, hidden.to(dtype), mask=mask, cache_modifier=WRITE)
+    tl.store(place, hidden.to(dtype), mask=mask, cache_modifier=WRITE, eviction_policy=POLICY)
     y = normalized(hidden, gain, n_cols, eps, dtype)
     if WRITE_NORMED:
-        tl.store(normed + row * n_cols + cols, y, mask=mask)
+        tl.store(normed + row * n_cols + cols, y, mask=mask, eviction_policy=POLICY)
     # eight codes a thread, as it holds them: 16 would pass shared memory first
     place = tl.max_contiguous(cols, 8)
     both = None if levels is None else levels + row * 2 * n_cols + place
-    store_codes(y, static_scale, q + row * n_cols + place, both, n_cols, scale, row, mask)
+    store_codes(y, static_scale, q + row * n_cols + place, both, n_cols, scale, row, mask, POLICY)
 
 
 def add_rms_norm_quant(
@@ -160,6 +167,7 @@ def add_rms_norm_quant(
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,
         STREAM=rows.shape[0] in _STREAMED_ROWS and n_cols in _STREAMED_COLUMNS,
+        POLICY=activation_policy(rows.shape[0]),
         num_warps=min(max(block // of_warp, 1), 16),
         **pdl_options(x.device),
     )

@@ -20,7 +20,12 @@ from oss_fused.kernels.checks import (
     as_rows,
 )
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
+from oss_fused.kernels.launch import (
+    activation_policy,
+    pdl_options,
+    start_next,
+    wait_for_inputs,
+)
 from oss_fused.kernels.numerics import (
     from_fp8,
     magnitude_bits,
@@ -42,15 +47,15 @@ _TL_DTYPE = {
 
 
 @triton.jit
-def _store_row(values, bits, q, cols, n_cols, LEVELS: tl.constexpr):
+def _store_row(values, bits, q, cols, n_cols, LEVELS: tl.constexpr, POLICY: tl.constexpr):
     """Store the codes of (a part of) a row whose amax has these bits; returns the row's scale."""
     if LEVELS == 1:
         row_scale = scale_of_amax(bits)
         codes = quantize_dynamic(values, tl.div_rn(1.0, row_scale))
     else:
         codes, rest, row_scale = two_levels(values, bits)
-        tl.store(q + n_cols + cols, rest, mask=cols < n_cols)
-    tl.store(q + cols, codes, mask=cols < n_cols)
+        tl.store(q + n_cols + cols, rest, mask=cols < n_cols, eviction_policy=POLICY)
+    tl.store(q + cols, codes, mask=cols < n_cols, eviction_policy=POLICY)
     return row_scale
 
 
@@ -64,6 +69,7 @@ def _quantize_row_kernel(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
     LEVELS: tl.constexpr,
+    POLICY: tl.constexpr,
 ):
     start_next()
     wait_for_inputs()
@@ -82,11 +88,11 @@ def _quantize_row_kernel(
         for start in range(0, n_cols, BLOCK):
             cols = start + offs
             values = tl.load(x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            row_scale = _store_row(values, amax, q, cols, n_cols, LEVELS)
+            row_scale = _store_row(values, amax, q, cols, n_cols, LEVELS, POLICY)
     else:
         values = tl.load(x + offs, mask=offs < n_cols, other=0.0).to(tl.float32)
         amax = tl.max(magnitude_bits(values), 0)
-        row_scale = _store_row(values, amax, q, offs, n_cols, LEVELS)
+        row_scale = _store_row(values, amax, q, offs, n_cols, LEVELS, POLICY)
     tl.store(scale + row, row_scale)
 
 
@@ -261,6 +267,7 @@ def _quantize_rows(rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, lev
         BLOCK=block,
         LOOP=n_cols > block,
         LEVELS=levels,
+        POLICY=activation_policy(n_rows),
         num_warps=min(max(block // 512, 1), 8),
         **pdl_options(rows.device),
     )
