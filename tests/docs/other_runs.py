@@ -31,6 +31,18 @@ def one_round() -> Passages:
     ]
 
 
+def short_run() -> Passages:
+    """decode.md's steps of the run without a profile."""
+    cells = load("h200/decode_gpt_oss_20b_short/results.json")["cells"]
+    assert [cell["batch"] for cell in cells] == [1, 8, 32, 128, 256]
+    of_five = "{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}"
+    both = [[cell["arms"][arm]["ms"] for cell in cells] for arm in ("oss_fp8", "triton")]
+    form = "({:.2f}x, {:.2f}x, {:.2f}x, {:.2f}x and {:.2f}x)"
+    ratios = [cell["speedup"] for cell in cells]
+    beside = f"at 1, 8, 32, 128 and 256 sequences, with Triton experts {of_five} ms {form}"
+    return [(f"Steps took {of_five} ms", both[0]), (beside, [*both[1], *ratios])]
+
+
 def slow_rounds() -> Passages:
     """decode.md's rounds of Llama that the host slowed."""
     cells = {
