@@ -273,5 +273,8 @@ if __name__ == "__main__":
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
             shown["kept"] = kernel.asm["ptx"].count("L2::evict_last.b64")
+            # stores of several values that name no policy of L2
+            stores = re.findall(r"st\.global\S*\.v\d\S*", kernel.asm["ptx"])
+            shown["leaving"] = sum("cache_hint" not in store for store in stores)
             shown["freed"] = kernel.asm["ptx"].count("mbarrier.arrive.shared")
             print(json.dumps({"case": case, **shown, "asm": None}), flush=True)

@@ -84,6 +84,15 @@ def test_opcheck_and_bad_arguments():
         ops.moe_fp8(*args[:2], args[2].float(), *args[3:])
 
 
+def test_every_policy_is_that_of_the_tokens(device, monkeypatch):
+    """Warm-up compiles for numbers of tokens; the intermediate has a row for each pair."""
+    seen = []
+    policy = "oss_fused.kernels.moe.encode.activation_policy"
+    monkeypatch.setattr(policy, lambda rows: seen.append(rows) or "")
+    get_kernel("triton", "moe_fp8")(*arguments(device, tokens=5, top_k=2))
+    assert set(seen) == {5}
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_sizes_of_zero(backend, device):
     run = get_kernel(backend, "moe_fp8")

@@ -207,11 +207,16 @@ def test_no_share_of_few_pairs_is_empty(tokens, inter, shares):
     assert (shares - 1) * -(-steps // shares) < steps
 
 
-def test_silu_has_a_scale_for_each_row(device):
+def test_silu_has_a_scale_for_each_row(device, monkeypatch):
+    # warm-up compiles for numbers of tokens
+    seen = []
+    policy = "oss_fused.kernels.moe.encode.activation_policy"
+    monkeypatch.setattr(policy, lambda rows: seen.append(rows) or "")
     layer = Layer(64, 64, 4).to(device)
     x, logits = inputs(device, 4, 64, 4)
     actual, expected = run(layer, 8 * x, logits, activation="silu")
     assert relative_error(actual, expected) < SAME_ARITHMETIC
+    assert set(seen) == {4}
 
 
 def test_fp8_activations(device):

@@ -146,26 +146,27 @@ def encode_rows(
     levels: int,
     permute: bool = True,
     place: torch.Tensor | None = None,
+    tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, K] as e4m3 codes [R, levels, KP] (KP: K rounded up to 128) and scales [R].
 
     ``permute`` puts the columns into the order of moe/tile.py; ``place`` [P] of a Routing gives a
     row for each of its pairs, in its place, from a row of x for each token. Behind the pairs that
-    are computed here nothing is written.
+    are computed here nothing is written. ``tokens`` of the step, where x has a row for each pair.
     """
-    tokens, width = x.shape
-    rows = tokens if place is None else place.shape[0]
+    given, width = x.shape
+    rows = given if place is None else place.shape[0]
     encoded = empty_codes(x, rows, levels)
     if rows:
-        _encode_kernel[(tokens,)](
+        _encode_kernel[(given,)](
             encoded,
             place,
-            TOP_K=rows // tokens,
+            TOP_K=rows // given,
             H=width,
             BLOCK=next_power_of_2(encoded.codes.shape[2]),
             LEVELS=levels,
             PERMUTE=permute,
-            POLICY=activation_policy(tokens),
+            POLICY=activation_policy(given if tokens is None else tokens),
             num_warps=4,
             **pdl_options(x.device),
         )

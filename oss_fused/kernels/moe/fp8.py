@@ -64,7 +64,7 @@ def moe_fp8(
         P=first,
         **options,
     )
-    codes, scale = encode_rows(act, 1, permute=False)
+    codes, scale = encode_rows(act, 1, permute=False, tokens=tokens)
     y_dtype = torch.float32 if rows <= 32 else torch.bfloat16
     y = torch.empty(1, pairs, hidden, dtype=y_dtype, device=x.device)
     second = first._replace(n=hidden, k=inter)

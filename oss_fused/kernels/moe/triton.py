@@ -215,7 +215,7 @@ def gate_up(
     )
     if silu:
         # unbounded, so each row needs its own scale: known only when the row is complete
-        return encode_rows(act, levels)
+        return encode_rows(act, levels, tokens=routing.topk_weights.shape[0])
     return act, None
 
 
