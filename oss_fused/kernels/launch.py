@@ -32,12 +32,11 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 
+from oss_fused.kernels.eviction import EVICT_LAST
 from oss_fused.kernels.numerics import INTERPRETED
 
-# tokens of a step whose activations stay in L2
-_KEPT_TOKENS = 256
-# eviction policy of results that stay there
-KEPT = tl.constexpr("evict_last")
+# eviction policy of kernels whose results are always few
+KEPT = tl.constexpr(EVICT_LAST)
 
 
 @triton.jit
@@ -74,16 +73,6 @@ def prefetch_line(pointers):
             is_pure=False,
             pack=1,
         )
-
-
-def activation_policy(tokens: int) -> str:
-    """Eviction policy of the results of a step of so many tokens.
-
-    Weights pass through L2 and push out what kernels leave there for the next ones. A residual then
-    comes from memory, which is busy with weights, and the others are written to memory first. Those
-    of a prompt would fill L2.
-    """
-    return KEPT.value if tokens <= _KEPT_TOKENS else ""
 
 
 @functools.cache

@@ -240,7 +240,7 @@ def stored_layout(rows, columns):
 
 
 @gluon.jit
-def store_tile(acc, out, first_m, first_n, m, n, POLICY: gl.constexpr):
+def store_tile(acc, out, first_m, first_n, m, n):
     """Round ``acc`` to out's dtype and write what lies inside out [m, n]."""
     ROWS: gl.constexpr = acc.type.shape[0]
     BLOCK_N: gl.constexpr = acc.type.shape[1]
@@ -252,7 +252,6 @@ def store_tile(acc, out, first_m, first_n, m, n, POLICY: gl.constexpr):
         out + offs_m.to(gl.int64)[:, None] * n + offs_n[None, :],
         result,
         mask=(offs_m < m)[:, None] & (offs_n < n)[None, :],
-        eviction_policy=POLICY,
     )
 
 

@@ -135,21 +135,19 @@ def test_rings_free_their_stages_where_k_is_longer(case, kernel, frees, compiled
 @pytest.mark.parametrize(
     "case",
     [
-        *(f"experts {tokens}" for tokens in (1, 8, 128)),
-        *("mlp 1", "mlp 256", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
+        *(f"experts {tokens}" for tokens in (1, 8)),
+        *("mlp 1", "mlp 64", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
         "example of add_rms_norm_quant",
     ],
 )
 def test_results_of_few_tokens_stay_in_l2(case, compiled):
-    """Every wide store says so. Of many tokens a launch routes only, and stores few bytes."""
+    """Every wide store says so."""
     assert not any(kernel["leaving"] for kernel in compiled[case]), compiled[case]
-    kept = {kernel["name"]: kernel["kept"] > 0 for kernel in compiled[case]}
-    kept.pop("_route_kernel", None)
-    assert kept and all(kept.values()), kept
+    assert all(kernel["kept"] for kernel in compiled[case]), compiled[case]
 
 
-@pytest.mark.parametrize("case", ["mlp 257", "qkv 5120 512"])
-def test_results_of_many_tokens_leave_l2(case, compiled):
+@pytest.mark.parametrize("case", ["mlp 65", "experts 128", "lm_head 16"])
+def test_much_leaves_l2(case, compiled):
     assert not any(kernel["kept"] for kernel in compiled[case])
 
 

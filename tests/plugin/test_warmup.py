@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
-from oss_fused.kernels.launch import activation_policy
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.moe.config import (
     ExpertShape,
     choose_config,
@@ -25,6 +25,7 @@ from oss_fused.kernels.moe.config import (
     mxfp4_variant,
     placing_chunk,
     router_part,
+    router_variant,
     routing_block,
 )
 from oss_fused.kernels.op import set_observer
@@ -80,10 +81,15 @@ def test_every_bucket_of_rows(limit):
     assert met == {row_bucket(rows) for rows in range(1, limit + 1)}
 
 
-def test_router_changes_twice():
+def test_every_router():
     for experts, last in ((4, 128), (32, 128), (64, 64), (128, 32)):
-        part = functools.partial(router_part, experts=experts)
-        assert first_of_each(8192, part) == [1, 17, last + 1]
+        warmed = first_of_each(8192, functools.partial(router_variant, experts=experts))
+        assert {1, 17, last + 1} <= {*warmed} and len(warmed) <= 4
+
+        def kernel(tokens, experts=experts):
+            return router_part(tokens, experts), activation_policy(tokens)
+
+        assert {kernel(tokens) for tokens in range(1, 8193)} == {*map(kernel, warmed)}
 
 
 class OnGpu(torch.Tensor):
@@ -106,7 +112,7 @@ def test_router_is_compiled_for_few_and_for_many(plain, monkeypatch):
         moe.warm_router(norm, SimpleNamespace(router=router, is_sequence_parallel=False), 500)
     finally:
         set_observer(None)
-    assert ran == ["add_rms_norm_router"] * 3 * plain
+    assert ran == ["add_rms_norm_router"] * 4 * plain
 
 
 def test_bits16_layers_are_warmed_beside_others(monkeypatch):

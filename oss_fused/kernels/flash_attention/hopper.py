@@ -164,7 +164,7 @@ def _store(acc, sums, best, target, sizes, row):
     total = gl.convert_layout(gl.sum(sums, 1), layout)
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))
     row0 = head.to(gl.int64) * queries
-    store_tile(acc * inverse[:, None], out + row0 * dim_v, row, 0, queries, dim_v, "")
+    store_tile(acc * inverse[:, None], out + row0 * dim_v, row, 0, queries, dim_v)
     m = row + gl.arange(0, acc.type.shape[0], layout)
     gl.store(row_max + row0 + m, best * LN2, mask=m < queries)
     gl.store(row_sum + row0 + m, total, mask=m < queries)

@@ -165,8 +165,8 @@ def _dkv_consume(
             )
     acc_k, acc_v, _slot, _phase, _turn_phase = state
     row0 = head.to(gl.int64) * keys
-    store_tile(acc_k * scale, dk + row0 * dim, row, 0, keys, dim, "")
-    store_tile(acc_v, dv + row0 * dim_v, row, 0, keys, dim_v, "")
+    store_tile(acc_k * scale, dk + row0 * dim, row, 0, keys, dim)
+    store_tile(acc_v, dv + row0 * dim_v, row, 0, keys, dim_v)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "queries", "keys"])

@@ -157,7 +157,7 @@ def _dq_consume(held, ring, turn, target, place, sizes, CAUSAL: gl.constexpr, PA
     acc, d_logits, slot, _phase = state
     acc = warpgroup_mma(d_logits, flat(ks.index(slot)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    store_tile(acc * scale, dq + row0 * dim, row, 0, queries, dim, "")
+    store_tile(acc * scale, dq + row0 * dim, row, 0, queries, dim)
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "queries", "keys"])

@@ -26,13 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from oss_fused.kernels.gemm.portable import tile_of
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.launch import (
-    activation_policy,
-    multiprocessors,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.pipeline import (
     CHUNK_BUFFERS,
     barriers_of,
@@ -67,17 +61,7 @@ def _load_scale(pointer, first, end, EACH: gl.constexpr, SIZE: gl.constexpr, lay
 
 @gluon.jit
 def _finish(
-    acc,
-    token,
-    channel,
-    target,
-    first_m,
-    first_n,
-    m,
-    n,
-    PART: gl.constexpr,
-    AT: gl.constexpr,
-    POLICY: gl.constexpr,
+    acc, token, channel, target, first_m, first_n, m, n, PART: gl.constexpr, AT: gl.constexpr
 ):
     """Scale the sums of a tile's columns AT and on, add the bias, round and write."""
     bias, out, out_desc, buffers = target
@@ -87,7 +71,7 @@ def _finish(
         offs_n = first_n + AT + gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, layout))
         acc += gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[None, :]
     if out_desc is None:
-        store_tile(acc, out, first_m, first_n + AT, m, n, POLICY)
+        store_tile(acc, out, first_m, first_n + AT, m, n)
     else:
         rounded = acc.to(out.dtype.element_ty)
         store_chunks(rounded, buffers, out_desc, first_m, first_n, PART, AT)
@@ -100,7 +84,6 @@ def _multiply_together(
     B_ROWS: gl.constexpr,
     GROUP_M: gl.constexpr,
     SECOND: gl.constexpr,
-    POLICY: gl.constexpr,
     PART: gl.constexpr,
 ):
     """A consumer of the cooperative schedule: ROWS rows of every tile of this CTA."""
@@ -129,11 +112,11 @@ def _multiply_together(
             rest: gl.constexpr = gl.SliceLayout(0, second)
             others = _load_scale(b_scale, at_n + BLOCK_N, n, B_ROWS, BLOCK_C, rest)
         acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND)
-        _finish(acc, token, channel, target, at_m, at_n, m, n, PART, 0, POLICY)
+        _finish(acc, token, channel, target, at_m, at_n, m, n, PART, 0)
         if SECOND:
             # the same rows for another layout: from L1
             token = _load_scale(a_scale, at_m, m, A_ROWS, ROWS, gl.SliceLayout(1, second))
-            _finish(other, token, others, target, at_m, at_n, m, n, PART, BLOCK_N, POLICY)
+            _finish(other, token, others, target, at_m, at_n, m, n, PART, BLOCK_N)
     tma.store_wait(0)
 
 
@@ -183,7 +166,7 @@ def _multiply_in_turn(
         at_m, at_n = block_m * ROWS, block_n * BLOCK_N
         token = _load_scale(scales[0], at_m, m, A_ROWS, ROWS, gl.SliceLayout(1, layout))
         channel = _load_scale(scales[1], at_n, n, B_ROWS, BLOCK_N, gl.SliceLayout(0, layout))
-        _finish(acc, token, channel, target, at_m, at_n, m, n, PART, 0, "")
+        _finish(acc, token, channel, target, at_m, at_n, m, n, PART, 0)
         before += 2 * blocks_k
         turn_phase ^= 1
     tma.store_wait(0)
@@ -208,7 +191,6 @@ def _gemm_persistent_kernel(
     GROUP_M: gl.constexpr,
     TURNS: gl.constexpr,
     PREFETCH: gl.constexpr,
-    POLICY: gl.constexpr,
 ):
     SECOND: gl.constexpr = c_desc is not None
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -236,8 +218,8 @@ def _gemm_persistent_kernel(
         operands = (ring, scales, target, sizes)
         gl.warp_specialize(
             [
-                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, POLICY, 0)),
-                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, POLICY, 1)),
+                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, 0)),
+                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, 1)),
                 (load_tiles, loads),
             ],
             [4, 1],
@@ -291,13 +273,11 @@ def gemm_cooperative(
     m, n = out.shape
     first = 1 << (columns.bit_length() - 1)
     chunk = min(columns - first or 64, 64)
-    policy = activation_policy(m)
     descriptors = (
         descriptor(a, rows, 128),
         descriptor(b, first, 128),
         descriptor(b, columns - first, 128) if columns > first else None,
-        # TMA's stores have no policy
-        None if policy else chunk_descriptor(out, rows, chunk),
+        chunk_descriptor(out, rows, chunk),
     )
     _launch(
         (a, b, a_scale, b_scale),
@@ -309,7 +289,6 @@ def gemm_cooperative(
         GROUP_M=group_m,
         TURNS=False,
         PREFETCH=prefetch_weights,
-        POLICY=policy,
     )
 
 
@@ -341,5 +320,4 @@ def gemm_pingpong(
         GROUP_M=group_m,
         TURNS=True,
         PREFETCH=False,
-        POLICY="",
     )

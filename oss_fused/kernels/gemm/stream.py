@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.errors import TritonKernelError
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.gemm.codes import LEAST_ROWS, make_code_tiles, store_codes, sum_parts
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import (
-    KEPT,
     pdl_options,
     start_next,
     wait_for_inputs,
@@ -32,7 +32,7 @@ from oss_fused.kernels.launch import (
 )
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, ring_layout, sum_ring
-from oss_fused.kernels.tiles import MOST_QUANTISED
+from oss_fused.kernels.tiles import MOST_QUANTISED, ONE_WAVE
 
 # bytes of shared memory of a multiprocessor, and what a CTA needs beside the weights' buffers
 _SHARED_MEMORY = 228 * 1024
@@ -74,7 +74,7 @@ def _add_slices(acc, SLICES: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr):
+def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr, POLICY: gl.constexpr):
     """Round [rows of b, rows of a] and write what lies inside out [m, n].
 
     With EXCHANGE a thread gets neighbouring outputs first; else a warp has them already.
@@ -94,15 +94,13 @@ def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr):
         out + offs_m.to(gl.int64)[None, :] * n + offs_n[:, None],
         result,
         mask=(offs_m < m)[None, :] & (offs_n < n)[:, None],
-        eviction_policy=KEPT,
+        eviction_policy=POLICY,
     )
 
 
 @gluon.jit
 def _multiply(
-    ring,
-    row,
-    scales,
+    operands,
     first,
     sizes,
     A_ROWS: gl.constexpr,
@@ -111,7 +109,9 @@ def _multiply(
     SLICES: gl.constexpr,
     PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
+    ring, row, scales = operands
     a_scale, b_scale, bias, out = scales
     first_m, first_n = first
     m, n, k, columns = sizes
@@ -149,7 +149,7 @@ def _multiply(
     if LEVELS == 2:
         left, right = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
         acc = left + right
-    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n, SLICES == 1)
+    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n, SLICES == 1, POLICY)
 
 
 @gluon.jit(do_not_specialize=["m"])
@@ -175,6 +175,7 @@ def _gemm_stream_kernel(
     TILES: gl.constexpr,
     PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
+    POLICY: gl.constexpr,
 ):
     """``k``: columns of a slice; ``row`` of 16 bits in place of ``a_desc`` and ``a_scale``."""
     first_n = gl.program_id(0) * b_desc.block_type.shape[0]
@@ -191,11 +192,12 @@ def _gemm_stream_kernel(
     scales = (a_scale, b_scale, bias, out)
     sizes = (m, n, k, columns)
     step = (0, k)
+    operands = (ring, row, scales)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, row, scales, first, sizes, A_ROWS, B_ROWS, LEVELS, SLICES, PARTS, PREFETCH),
+                (operands, first, sizes, A_ROWS, B_ROWS, LEVELS, SLICES, PARTS, PREFETCH, POLICY),
             ),
             (load_ring, (a_desc, b_desc, ring, warm, first, (step, step), k, PREFETCH)),
         ],
@@ -326,6 +328,8 @@ def gemm_stream(
         B_ROWS=b_scale.numel() != 1,
         LEVELS=levels,
         PREFETCH=prefetch_weights,
+        # logits of a vocabulary are not little
+        POLICY=activation_policy(m) if n <= ONE_WAVE else "",
         **sizes,
         num_warps=4,
         maxnreg=65536 // (256 * ctas) // 8 * 8 if ctas > 1 else 168,

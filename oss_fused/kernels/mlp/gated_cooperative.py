@@ -66,7 +66,7 @@ def _multiply(
             result = activate(gate, ACTIVATION) * up
         else:
             result = gate * activate(up, ACTIVATION)
-        store_tile(result, out, first_m, first_n, m, n, "")
+        store_tile(result, out, first_m, first_n, m, n)
 
 
 @gluon.jit(do_not_specialize=["m"])

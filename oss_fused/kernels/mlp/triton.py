@@ -14,10 +14,10 @@ import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import (
     KEPT,
-    activation_policy,
     pdl_options,
     start_next,
     wait_for_inputs,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import activation_policy
 
 # tokens up to which norm and router product are one launch, and logits, since every token reads
 # all of the router's weights there; tokens up to which a program takes four experts, or one where
@@ -222,6 +222,11 @@ def mxfp4_variant(tokens: int, shape: ExpertShape, fp8: bool) -> tuple[object, .
     few = min(tokens, _FEW_GATE_UP + 1)
     policy = activation_policy(tokens)
     return (fp8, *configs, chunk, few, policy, *_routing(tokens, shape.global_experts))
+
+
+def router_variant(tokens: int, experts: int) -> tuple[object, ...]:
+    """As ``mxfp4_variant``, of the norm with the router's product."""
+    return router_part(tokens, experts), activation_policy(tokens)
 
 
 def fp8_variant(tokens: int, top_k: int, experts: int, global_experts: int) -> tuple[object, ...]:

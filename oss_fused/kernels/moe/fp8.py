@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options
 from oss_fused.kernels.moe.combine_norm import Summands, combine
@@ -45,7 +46,8 @@ def moe_fp8(
     routing = route(
         router_logits, top_k, renormalize, expert_map, experts, rows, x, 1, permute=False
     )
-    first = Product(rows13, hidden, rows, promote=rows <= 16)
+    policy = activation_policy(tokens)
+    first = Product(rows13, hidden, rows, promote=rows <= 16, policy=policy)
     options = {"num_warps": 4, **pdl_options(x.device)}
     tiles = routing.tiles.shape[0]
     act = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)

@@ -40,14 +40,13 @@ _ACTIVATE_ASM = gl.constexpr(
 
 class ProductShape(NamedTuple):
     """Weight rows and columns; codes of a row of the gated result, None with w2; levels; dtype of
-    the model; eviction policy of the result."""
+    the model."""
 
     n: int
     k: int
     op: int | None
     levels: int
     dtype: gl.dtype
-    policy: str
 
 
 @gluon.constexpr_function
@@ -199,17 +198,25 @@ def activate(gate, up):
 
 
 @gluon.jit
-def store_codes(gate, up, out, group, begin, count, SHAPE: gl.constexpr):
-    """Codes [P, levels, OP] of the activation of gates and ups [32, tokens]."""
-    OP: gl.constexpr = SHAPE.op
-    LEVELS: gl.constexpr = SHAPE.levels
-    LAST: gl.constexpr = SHAPE.n // 64 - 1
+def store_codes(
+    gate,
+    up,
+    out,
+    group,
+    begin,
+    count,
+    OP: gl.constexpr,
+    LAST: gl.constexpr,
+    LEVELS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Codes [P, LEVELS, OP] of the activation of gates and ups [32, tokens]."""
     TOKENS: gl.constexpr = gate.type.shape[1]
     act = activate(gate, up)
     stored: gl.constexpr = _stored_layout(TOKENS, LEVELS)
     if LEVELS == 2:
         # values of 16 bits take one exchange, the codes of both levels would take two
-        act = gl.convert_layout(act.to(SHAPE.dtype), stored).to(gl.float32)
+        act = gl.convert_layout(act.to(DTYPE), stored).to(gl.float32)
     act *= 8.0
     first = act.to(gl.float8e4nv)
     column = group * 32 + gl.arange(0, 32, gl.SliceLayout(1, stored))
@@ -217,12 +224,10 @@ def store_codes(gate, up, out, group, begin, count, SHAPE: gl.constexpr):
     rows = (begin + token).to(gl.int64) * (LEVELS * OP)
     pointers = out + rows[None, :] + activation_position(column)[:, None]
     mask = (token < count)[None, :] & (column >= 0)[:, None]
-    first_codes = gl.convert_layout(first, stored)
-    gl.store(pointers, first_codes, mask=mask, eviction_policy=SHAPE.policy)
+    gl.store(pointers, gl.convert_layout(first, stored), mask=mask)
     if LEVELS == 2:
         second = ((act - first.to(gl.float32)) * 16.0).to(gl.float8e4nv)
-        second = gl.convert_layout(second, stored)
-        gl.store(pointers + OP, second, mask=mask, eviction_policy=SHAPE.policy)
+        gl.store(pointers + OP, gl.convert_layout(second, stored), mask=mask)
     # the last group fills the chunk: what is not written could hold NaN codes
     if OP != (LAST + 1) * 32:  # noqa: SIM102
         if group == LAST:
@@ -266,7 +271,7 @@ def scaled(acc, words, shift, factors, LEVELS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, out, group, begin, count, SHAPE: gl.constexpr):
+def store_rows(acc, out, group, begin, count, N: gl.constexpr):
     """out[begin + token, group * 64 + row] of [64, tokens], rounded to out's dtype.
 
     Eight threads of a warp hold eight adjacent numbers.
@@ -274,6 +279,6 @@ def store_rows(acc, out, group, begin, count, SHAPE: gl.constexpr):
     layout: gl.constexpr = acc.type.layout
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     token = gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, layout))
-    target = out + (begin + token).to(gl.int64)[None, :] * SHAPE.n + (group * 64 + row)[:, None]
+    target = out + (begin + token).to(gl.int64)[None, :] * N + (group * 64 + row)[:, None]
     mask = (token < count)[None, :] & (row >= 0)[:, None]
-    gl.store(target, acc.to(out.dtype.element_ty), mask=mask, eviction_policy=SHAPE.policy)
+    gl.store(target, acc.to(out.dtype.element_ty), mask=mask)

@@ -28,7 +28,7 @@ from oss_fused.kernels.moe.gluon_tile import (
     store_codes,
     unpack,
 )
-from oss_fused.kernels.moe.place import Routing, policy_of
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.moe.units import (
     announce,
     announce_end,
@@ -146,7 +146,8 @@ def _store_gated(acc, words, x_scale, bias, out, group, begin, count, SHAPE: gl.
         shift = bias + 2 * (group * 32 + row)
         gate += gl.load(shift).to(gl.float32)[:, None]
         up += gl.load(shift + 1).to(gl.float32)[:, None]
-    store_codes(gate, up, out, group, begin, count, SHAPE)
+    LAST: gl.constexpr = SHAPE.n // 64 - 1
+    store_codes(gate, up, out, group, begin, count, SHAPE.op, LAST, SHAPE.levels, SHAPE.dtype)
 
 
 @gluon.jit
@@ -305,7 +306,7 @@ def large_product(
     width, n_tiles = weight.shape[1], routing.tiles.shape[0]
     act = out.shape[2] if out.dim() == 3 else None
     half = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    shape = ProductShape(width, inner, act, levels, half, policy_of(routing))
+    shape = ProductShape(width, inner, act, levels, half)
     programs = min(multiprocessors(codes.device), n_tiles * cdiv(width // 64, 2))
     _large_kernel[(programs,)](
         descriptor(codes.view(pairs * levels, padded), rows * levels, 128),

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import (
-    activation_policy,
     pdl_options,
     start_next,
     wait_for_inputs,
@@ -250,7 +250,6 @@ def _place_and_encode_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     PERMUTE: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
     K: tl.constexpr = SHAPE.top_k
     pid = tl.program_id(0)
@@ -268,9 +267,7 @@ def _place_and_encode_kernel(
         for i in tl.static_range(K):
             # an expert that is not here has no place for the row
             if places[i] >= 0:
-                store_encoded(
-                    rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE, POLICY
-                )
+                store_encoded(rows, places[i], first, second, unit, H, BLOCK, LEVELS, PERMUTE, "")
 
 
 def place(
@@ -317,7 +314,6 @@ def place_and_encode(
         BLOCK=next_power_of_2(encoded.codes.shape[2]),
         LEVELS=levels,
         PERMUTE=permute,
-        POLICY=policy_of(routing),
         num_warps=4,
         **pdl_options(x.device),
     )

@@ -220,7 +220,7 @@ def _launch(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        POLICY=policy_of(routing),
+        POLICY=policy_of(routing) if coded else "",
         # up to eight tokens of 32 experts a warp, one after the other
         num_warps=min(max(shape.block * shape.padded_experts // 256, 4), 16),
         **pdl_options(router_logits.device),

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import (
-    activation_policy,
     pdl_options,
     start_next,
     wait_for_inputs,

@@ -34,7 +34,7 @@ from oss_fused.kernels.moe.gluon_tile import (
     unpack,
     unpack_copied,
 )
-from oss_fused.kernels.moe.place import Routing, policy_of
+from oss_fused.kernels.moe.place import Routing
 from oss_fused.kernels.moe.units import (
     announce,
     announce_end,
@@ -194,11 +194,12 @@ def _finish(acc, words, shift, factors, out, group, begin, count, SHAPE: gl.cons
     """Scale, shift and store the products of one group."""
     acc = scaled(acc, words, shift, factors, SHAPE.levels)
     if SHAPE.op is None:
-        store_rows(acc, out, group, begin, count, SHAPE)
+        store_rows(acc, out, group, begin, count, SHAPE.n)
     else:
         TOKENS: gl.constexpr = acc.type.shape[1]
+        LAST: gl.constexpr = SHAPE.n // 64 - 1
         gate, up = gl.split(acc.reshape([2, 32, TOKENS]).permute((1, 2, 0)))
-        store_codes(gate, up, out, group, begin, count, SHAPE)
+        store_codes(gate, up, out, group, begin, count, SHAPE.op, LAST, SHAPE.levels, SHAPE.dtype)
 
 
 @gluon.jit
@@ -386,7 +387,7 @@ def stream_product(
         out,
         routing.tiles,
         routing.progress,
-        SHAPE=ProductShape(width, inner, act, levels, half, policy_of(routing)),
+        SHAPE=ProductShape(width, inner, act, levels, half),
         NARROW=narrow,
         COLUMNS=rows * levels,
         CONSUMERS=consumers,

@@ -19,9 +19,9 @@ from oss_fused.kernels.checks import (
     FP8,
     as_rows,
 )
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import (
-    activation_policy,
     pdl_options,
     start_next,
     wait_for_inputs,

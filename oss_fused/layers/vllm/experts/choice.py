@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.errors import BackendUnavailableError, UnsupportedModelError
-from oss_fused.kernels.moe.config import router_part
+from oss_fused.kernels.moe.config import router_variant
 from oss_fused.layers.vllm.experts.fp8 import OssFp8MoEMethod
 from oss_fused.layers.vllm.experts.loader import CheckedExperts, ExpertsLoader
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod, check_block_scales
@@ -284,5 +284,5 @@ def warm_router(norm: RMSNorm, mlp: Any, limit: int) -> None:
         )
 
     shape, bias = tuple(router.weight.shape), router.bias is None
-    part = functools.partial(router_part, experts=len(router.weight))
-    warm_batches(("router", shape, bias, gain.dtype, gain.device), limit, part, run)
+    variant = functools.partial(router_variant, experts=len(router.weight))
+    warm_batches(("router", shape, bias, gain.dtype, gain.device), limit, variant, run)
