@@ -36,8 +36,16 @@ from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.layers.vllm.warmup import first_of_each, row_counts, warm_batches
 
 LIMITS = (1, 64, 300, 2048, 8192)
-# experts of a rank and of all, top_k: gpt-oss 20b and 120b, on two ranks, Mixtral, Qwen-MoE
-EXPERTS = ((32, 32, 4), (128, 128, 4), (64, 128, 4), (4, 4, 2), (8, 8, 2), (60, 60, 4))
+# experts of a rank and of all, top_k: gpt-oss 20b and 120b, on two ranks, Mixtral, Qwen-MoE; many
+EXPERTS = (
+    (32, 32, 4),
+    (128, 128, 4),
+    (64, 128, 4),
+    (4, 4, 2),
+    (8, 8, 2),
+    (60, 60, 4),
+    (256, 256, 8),
+)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
