@@ -24,12 +24,7 @@ from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.gemm.codes import LEAST_ROWS, make_code_tiles, store_codes, sum_parts
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.pipeline import descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, ring_layout, sum_ring
 from oss_fused.kernels.tiles import MOST_QUANTISED, ONE_WAVE

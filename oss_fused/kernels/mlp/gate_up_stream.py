@@ -15,13 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from oss_fused.kernels.gemm.stream import stream_stages
 from oss_fused.kernels.integers import cdiv
-from oss_fused.kernels.launch import (
-    KEPT,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.launch import KEPT, pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
 from oss_fused.kernels.pipeline import descriptor

@@ -16,12 +16,7 @@ from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import (
-    KEPT,
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.launch import KEPT, pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import (
     magnitude_bits,
     quantize_dynamic,

@@ -17,12 +17,7 @@ import triton.language as tl
 from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.choice import ranked
 from oss_fused.kernels.norm.triton import normalized, store_codes

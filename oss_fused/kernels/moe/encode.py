@@ -11,11 +11,7 @@ import triton.language as tl
 
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.tile import in_activation_order
 from oss_fused.kernels.numerics import (
     magnitude_bits,

@@ -18,13 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.encode import empty_codes, load_row, row_codes, store_encoded
 
 # above the key of every pair that is computed here
@@ -56,11 +51,6 @@ class Routing(NamedTuple):
     codes: torch.Tensor | None
     scale: torch.Tensor | None
     expected: torch.Tensor | None = None
-
-
-def policy_of(routing: Routing) -> str:
-    """Eviction policy of the results of these tokens."""
-    return activation_policy(routing.topk_weights.shape[0])
 
 
 def unrouted(

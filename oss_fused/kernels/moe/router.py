@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.moe.config import placing_chunk, routing_block
@@ -27,7 +28,6 @@ from oss_fused.kernels.moe.place import (
     place,
     place_and_encode,
     place_pairs,
-    policy_of,
 )
 from oss_fused.kernels.numerics import sort_keys
 
@@ -220,7 +220,7 @@ def _launch(
         BLOCK=next_power_of_2(-(-width // 128) * 128),
         LEVELS=levels,
         PERMUTE=permute,
-        POLICY=policy_of(routing) if coded else "",
+        POLICY=activation_policy(tokens) if coded else "",
         # up to eight tokens of 32 experts a warp, one after the other
         num_warps=min(max(shape.block * shape.padded_experts // 256, 4), 16),
         **pdl_options(router_logits.device),

@@ -20,12 +20,7 @@ import triton.language as tl
 
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.moe.config import router_part
 from oss_fused.kernels.moe.encode import NO_CODES, Encoded, store_row
 from oss_fused.kernels.numerics import round_to, used_from_here

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from oss_fused.kernels.checks import HALF_DTYPES, check_dtype
+from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import pdl_options, runs_gluon
 from oss_fused.kernels.moe.combine_norm import Summands, combine
@@ -24,7 +25,7 @@ from oss_fused.kernels.moe.config import (
 )
 from oss_fused.kernels.moe.encode import encode_rows
 from oss_fused.kernels.moe.gemm import Product, _down_kernel, _gate_up_kernel
-from oss_fused.kernels.moe.place import Routing, policy_of, unrouted
+from oss_fused.kernels.moe.place import Routing, unrouted
 from oss_fused.kernels.moe.reference import uses_fp8_activations
 from oss_fused.kernels.moe.router import route
 
@@ -32,9 +33,9 @@ _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def _product(
-    weight: torch.Tensor, columns: int, tile: Tile, config: MoEConfig, levels: int, policy: str
+    routing: Routing, weight: torch.Tensor, columns: int, tile: Tile, config: MoEConfig, levels: int
 ) -> Product:
-    """The product of tokens with packed ``weight`` [E, N, columns / 2]."""
+    """The product of the routed tokens with packed ``weight`` [E, N, columns / 2]."""
     groups = weight.shape[1] // 64
     taken = min(tile.groups, 1 << (groups.bit_length() - 1))
     return Product(
@@ -49,7 +50,7 @@ def _product(
         warpgroups=min(tile.warpgroups, taken),
         promote=config.promote,
         mxfp4=True,
-        policy=policy,
+        policy=activation_policy(routing.topk_weights.shape[0]),
     )
 
 
@@ -193,7 +194,7 @@ def gate_up(
         few = (routing, w13, w13_scale, w13_bias, act, (tokens, tiles, chosen), top_k)
         gate_up_few(*few, hidden, dtype)
         return act, None
-    product = _product(w13, hidden, config.gate_up, config, levels, policy_of(routing))
+    product = _product(routing, w13, hidden, config.gate_up, config, levels)
     _gate_up_kernel[(cdiv(rows // 64, product.groups), tiles)](
         routing.codes,
         routing.scale,
@@ -257,7 +258,7 @@ def down(
         weights = (w2, w2_scale, w2_bias)
         _gluon_product(config)(act, None, *weights, y[0], routing, inter, y_dtype, config.rows)
         return y
-    product = _product(w2, inter, config.down, config, levels, policy_of(routing))
+    product = _product(routing, w2, inter, config.down, config, levels)
     grid = (cdiv(hidden // 64, product.groups), tiles, product.shares)
     _down_kernel[grid](
         act,

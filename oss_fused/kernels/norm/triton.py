@@ -15,12 +15,7 @@ from oss_fused.errors import ShapeMismatchError
 from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-    wait_unless,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.numerics import (
     magnitude_bits,

@@ -21,11 +21,7 @@ from oss_fused.kernels.checks import (
 )
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
-from oss_fused.kernels.launch import (
-    pdl_options,
-    start_next,
-    wait_for_inputs,
-)
+from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
 from oss_fused.kernels.numerics import (
     from_fp8,
     magnitude_bits,
