@@ -50,6 +50,10 @@ CALLED = {
     _AUTHENTICATION: "app, tokens",
     f"{_AUTHENTICATION}.verify_token": "headers",
     "vllm.logger:init_logger": "name",
+    "vllm.vllm_flash_attn:flash_attn_varlen_func": (
+        "q=0, k=0, v=0, out=0, cu_seqlens_q=0, max_seqlen_q=0, cu_seqlens_k=0, max_seqlen_k=0, "
+        "softmax_scale=0, causal=0, window_size=0, fa_version=0, s_aux=0"
+    ),
     f"{_LAYERS}.attention.attention:get_attention_context": "layer_name",
     f"{_LAYERS}.attention.attention:unified_attention_with_output": "q, k, v, output, layer_name",
     f"{_LAYERS}.fusion.quant_activation:QuantizedActivation": (

@@ -117,11 +117,11 @@ READ = {
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     f"{_FLASH}:FlashAttentionImpl": (
         "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
-        "num_kv_heads scale sinks sliding_window"
+        "num_kv_heads scale sinks sliding_window vllm_flash_attn_version"
     ),
     f"{_FLASH}:FlashAttentionMetadata": (
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "
-        "rswa_prefix_lens seq_lens"
+        "query_start_loc rswa_prefix_lens seq_lens"
     ),
     f"{_FLASH}:FlashAttentionMetadataBuilder": "aot_schedule max_cudagraph_size",
     f"{_CORE}.kv_cache_manager:KVCacheBlocks": "",
@@ -162,8 +162,8 @@ READ = {
     f"{_GRAPHS}:ModelCudaGraphManager": "aux_hidden_states capture dispatch hidden_states",
     f"{_WORKER}.input_batch:InputBatch": (
         "cu_num_logits expanded_idx_mapping expanded_local_pos has_prefill idx_mapping "
-        "idx_mapping_np input_ids is_prefilling_np logits_indices num_draft_tokens num_reqs "
-        "num_tokens positions seq_lens seq_lens_cpu_upper_bound"
+        "idx_mapping_np input_ids is_prefilling_np logits_indices num_computed_tokens_np "
+        "num_draft_tokens num_reqs num_tokens positions seq_lens seq_lens_cpu_upper_bound"
     ),
     f"{_WORKER}.model_runner:GPUModelRunner": (
         "aux_output_connector cudagraph_manager prompt_logprobs_worker rejection_sampler "

@@ -9,6 +9,7 @@ work whose result is not read, or is known before:
   lengths and slots, which the runner has written to their buffers before. An EAGLE draft model
   gets it where it asks for it: its own graphs do not;
 - the last decoder layer of a prompt's tokens that are not sampled from (last_layer.py);
+- reads of the cache in a step in which all sequences begin (layers/vllm/fresh_rows.py);
 - positions and counts of a batch in which every request takes one token;
 - three of the four launches that find the likeliest tokens of a greedy batch;
 - launching the head operator by operator (lm_head.py).
@@ -37,6 +38,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
 from oss_fused.layers.vllm.attention import MOST_QUERIES, OssAttentionImpl
+from oss_fused.layers.vllm.fresh_rows import note_fresh
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.sampled_rows import note_rows
 
@@ -112,6 +114,10 @@ class OssModelState(DefaultModelState):
             metadata = make()
             if self.sampled is not None and cudagraph_mode == CUDAGraphMode.NONE:
                 note_rows(metadata[self.model.last_attention], self.sampled)
+            in_graph = cudagraph_mode == CUDAGraphMode.FULL
+            if not in_graph and not input_batch.num_computed_tokens_np.any():
+                for of_layer in metadata.values():
+                    note_fresh(of_layer)
             return metadata
         if not self.draft_may_ask:
             return {}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from oss_fused import functional as F
-from oss_fused.errors import ShapeMismatchError, UnsupportedDtypeError
+from oss_fused.errors import SchemeError, ShapeMismatchError, UnsupportedDtypeError
 from oss_fused.kernels.launch import multiprocessors
 from oss_fused.kernels.op import get_kernel
 
@@ -130,6 +130,56 @@ def test_rope_kv(cache_dtype, tokens, heads, kv_heads, dim, rotary, layout, neox
             3e-3 if got.dim() == 2 else 8e-3
         )
         assert ((got == 0) == (want == 0)).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [0, 1, 66])
+@pytest.mark.parametrize("rotary", [64, 16])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_rope_kv_with_keys(backend, tokens, rotary, cache_dtype, device):
+    """Keys that an FP8 cache rounds, and those of padding, are rotated in the rows too."""
+    heads, kv_heads, dim = 5, 3, 64
+    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, device=device)
+    if tokens:
+        qkv[0, heads * dim] = torch.nan
+    positions = torch.randint(0, 40, (tokens,), device=device)
+    table = torch.randn(40, rotary).to(torch.bfloat16).to(device)
+    slots = torch.randperm(6 * 16)[:tokens].to(device)
+    slots[1::3] = -1
+    norms = [randn(dim, device=device, seed=s) for s in (3, 4)]
+    rest = (table, heads, True)
+    results = []
+    for with_keys in (False, True):
+        caches = cache_pair(cache_dtype, kv_heads, dim, device)
+        q = get_kernel(backend, "rope_kv")(
+            qkv, positions, *rest, *caches, slots, None, None, *norms, 1e-6, None, with_keys
+        )
+        results.append((q, *(cache.float() for cache in caches)))
+    (q, *stored), (both, *stored_too) = results
+    assert both.shape == (tokens, (heads + kv_heads) * dim)
+    for want, got in ((q, both[:, : heads * dim]), *zip(stored, stored_too, strict=True)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    # the keys are the queries of a projection whose q is its k
+    k = qkv.view(tokens, heads + 2 * kv_heads, dim)[:, heads : heads + kv_heads].flatten(1)
+    as_q = torch.cat([k, k, k], 1)
+    want = get_kernel("torch", "rope_kv")(
+        *(as_q, positions, table, kv_heads, True),
+        *(*cache_pair(torch.bfloat16, kv_heads, dim, device), slots - slots - 1),
+        *(None, None, norms[1], norms[1], 1e-6),
+    )
+    torch.testing.assert_close(both[:, heads * dim :], want, rtol=2**-7, atol=2**-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rope_kv_keeps_no_keys_beside_a_quantised_q(backend, device):
+    index = torch.arange(4, device=device)
+    caches = cache_pair(FP8, 1, 16, device)
+    one = torch.ones(1, device=device)
+    with pytest.raises(SchemeError, match="with_keys=True: expected no q_scale"):
+        get_kernel(backend, "rope_kv")(
+            *(randn(4, 48, device=device), index, randn(8, 16, device=device), 1, True),
+            *(*caches, index, one, one, None, None, 1e-6, one, True),
+        )
 
 
 def test_rope_kv_rotates_pairs(device):

@@ -245,12 +245,13 @@ def test_the_model_state_names_the_rows_of_the_step(monkeypatch):
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     state.vllm_config = SimpleNamespace(compilation_config=compilation)
     state.model = SimpleNamespace(last_attention="last")
-    state.prepare_attn(None, CUDAGraphMode.NONE, ())
+    batch = SimpleNamespace(num_computed_tokens_np=np.ones(1, np.int32))
+    state.prepare_attn(batch, CUDAGraphMode.NONE, ())
     assert noted_rows(made["last"]) is None
     state.sampled = SAMPLED
-    state.prepare_attn(None, CUDAGraphMode.NONE, ())
+    state.prepare_attn(batch, CUDAGraphMode.NONE, ())
     assert noted_rows(made["last"]) is SAMPLED and noted_rows(made["draft"]) is None
     made["last"] = SimpleNamespace()
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-        state.prepare_attn(None, mode, (), for_capture=True)
+        state.prepare_attn(batch, mode, (), for_capture=True)
     assert noted_rows(made["last"]) is None

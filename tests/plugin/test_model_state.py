@@ -16,10 +16,16 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from oss_fused.kernels.op import set_observer
 from oss_fused.layers.vllm import lm_head
+from oss_fused.layers.vllm.fresh_rows import is_fresh
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.layers.vllm.lm_head import HeadGraphs
 from oss_fused.plugin import model_state as module
 from oss_fused.plugin.model_state import OssModelState, OssSampler
+
+
+def batch(*computed):
+    """A step whose sequences have so many tokens before it."""
+    return SimpleNamespace(num_computed_tokens_np=np.array(computed, np.int32))
 
 
 def test_metadata_of_a_graph_with_prompts(monkeypatch):
@@ -51,8 +57,30 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
     state.metadata_is_read, state.draft_may_ask = read, False
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[configured])
     state.vllm_config = SimpleNamespace(compilation_config=compilation)
-    got = state.prepare_attn(None, CUDAGraphMode[mode], (), for_capture=for_capture)
+    got = state.prepare_attn(batch(7), CUDAGraphMode[mode], (), for_capture=for_capture)
     assert got == ({} if left_out else {"layer": 1})
+
+
+@pytest.mark.parametrize(
+    ("mode", "computed", "fresh"),
+    [
+        ("NONE", (0, 0), True),
+        ("PIECEWISE", (0,), True),
+        # a prompt's second part or cached beginning, a sequence that decodes, a recorded graph
+        ("NONE", (0, 16), False),
+        ("NONE", (16, 0), False),
+        ("FULL", (0, 0), False),
+    ],
+)
+def test_a_step_in_which_all_sequences_begin_is_noted(mode, computed, fresh, monkeypatch):
+    made = {"layer": SimpleNamespace(), "other": SimpleNamespace()}
+    monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: made)
+    state = OssModelState.__new__(OssModelState)
+    state.metadata_is_read = True
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    state.vllm_config = SimpleNamespace(compilation_config=compilation)
+    found = state.prepare_attn(batch(*computed), CUDAGraphMode[mode], ())
+    assert [is_fresh(each) for each in found.values()] == [fresh, fresh]
 
 
 class Made:
@@ -87,7 +115,7 @@ def test_an_eagle_model_may_ask_for_metadata(planned, block, monkeypatch):
     assert found["draft"] == 2 and found["layer"] == 1 and made.times == 1
     # graphs that are recorded, and steps without one
     state.prepare_attn(None, CUDAGraphMode.FULL, *range(4), for_capture=True)
-    state.prepare_attn(None, CUDAGraphMode.PIECEWISE, *range(4))
+    state.prepare_attn(batch(7), CUDAGraphMode.PIECEWISE, *range(4))
     assert made.times == 3
 
 

@@ -33,12 +33,12 @@ def context(monkeypatch):
 
     def unified(query, key, value, output, layer_name):
         assert key.shape == value.shape == (TOKENS, KV_HEADS, SIZE)
-        seen["query"] = query
+        seen.update(query=query, key=key, value=value)
         output.copy_(query)
 
-    def start(fp8=False, norm=False, slots=True):
+    def start(fp8=False, norm=False, slots=True, reads_rows=False):
         layer = SimpleNamespace(
-            impl=SimpleNamespace(),
+            impl=SimpleNamespace(reads_rows=lambda metadata: reads_rows and metadata == "metadata"),
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_size=SIZE,
@@ -68,7 +68,9 @@ def context(monkeypatch):
         cache = torch.zeros(3, KV_HEADS, 16, 2 * SIZE, dtype=torch.uint8 if fp8 else torch.bfloat16)
         mapping = torch.tensor([5, 33, -1, 2, -1]) if slots else None
         monkeypatch.setattr(
-            rope_attention, "get_attention_context", lambda name: (None, layer, cache, mapping)
+            rope_attention,
+            "get_attention_context",
+            lambda name: ("metadata", layer, cache, mapping),
         )
         return attention, cache, mapping
 
@@ -106,6 +108,25 @@ def test_rotates_writes_and_attends(fp8, norm, context):
     assert torch.equal(cache, want_cache)
     written = cache.transpose(1, 2).reshape(3 * 16, -1).float().abs().sum(1) > 0
     assert written.nonzero().flatten().tolist() == [2, 5, 33]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_attention_of_rows_gets_rotated_keys(norm, context):
+    """Also of padding, whose keys the cache does not have."""
+    attention, cache, slots = context(norm=norm, reads_rows=True)
+    qkv, positions, output = run()
+    gains = (attention.q_norm.weight, attention.k_norm.weight) if norm else (None, None)
+    want_cache = torch.zeros_like(cache)
+    want = get_kernel("torch", "rope_kv")(
+        *(qkv, positions, attention.rotary_emb.cos_sin_cache, HEADS, True),
+        *want_cache.transpose(1, 2).split(SIZE, -1),
+        *(slots, None, None, *gains, 1e-6 if norm else 0.0, None, True),
+    ).view(TOKENS, HEADS + KV_HEADS, SIZE)
+    seen = context.seen
+    assert torch.equal(seen["query"], want[:, :HEADS]) and torch.equal(output, want[:, :HEADS])
+    assert torch.equal(seen["key"], want[:, HEADS:])
+    assert torch.equal(seen["value"], qkv.view(TOKENS, -1, SIZE)[:, HEADS + KV_HEADS :])
+    assert torch.equal(cache, want_cache)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -180,7 +201,7 @@ def _warmed(context, monkeypatch, most):
     attention.attn.impl.page_size = 32
     projections, pages = [], set()
 
-    def call(rope, layer, projected, positions, cache, slots):
+    def call(rope, layer, projected, positions, cache, slots, with_keys=False):
         projections.append(projected)
         pages.add(cache.shape[2])
 
@@ -222,6 +243,23 @@ def test_warm_up_calls_what_serving_calls(most, warmed):
     assert {levels.shape[0] for *_, levels in joined} == {2 * most}
     assert [qkv.shape[0] for (qkv,) in (p for p in projections if len(p) == 1)] == [1, 128, 300]
     assert pages == {32}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_warm_up_rotates_with_keys_unless_the_cache_is_fp8(fp8, context, monkeypatch):
+    attention, _, _ = context(fp8=fp8)
+    attention.attn.impl.page_size, seen = 16, []
+    attention.qkv_proj = SimpleNamespace()
+    rope = attention.attn.impl.rope
+    rope.joins = False
+
+    def call(rope, layer, projected, positions, cache, slots, with_keys=False):
+        seen.append((len(projected[0]), with_keys))
+
+    monkeypatch.setattr(rope_attention.RopeAndCache, "__call__", call)
+    rope.warm_up(torch.bfloat16, 600)
+    counts, both = rope_attention.ROPE_COUNTS, (False,) if fp8 else (False, True)
+    assert seen == [(rows, with_keys) for rows in counts for with_keys in both]
 
 
 def test_warm_up_meets_every_launch_of_rope_kv():

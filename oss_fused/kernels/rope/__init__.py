@@ -14,14 +14,16 @@ head_dim] and writes k (rotated) and v to key_cache and value_cache [blocks, blo
 head_dim] (views of vLLM's cache, any strides) at slot_mapping [<= T]; slot -1 is padding. A cache
 has qkv's dtype or is FP8, and then takes x / scale with k_scale and v_scale [1] (1 where None).
 q_norm and k_norm [head_dim] apply RMSNorm to each head of q and k first (Qwen3). With q_scale [1]
-the returned q is FP8, q / q_scale, as attention over an FP8 cache takes it.
+the returned q is FP8, q / q_scale, as attention over an FP8 cache takes it. With with_keys, which
+goes with no q_scale, the rotated k follows in the row of its q: [T, (num_heads + kv_heads) *
+head_dim], for attention of sequences that have no other keys.
 """
 
 from __future__ import annotations
 
 import torch
 
-from oss_fused.errors import ShapeMismatchError
+from oss_fused.errors import SchemeError, ShapeMismatchError
 from oss_fused.kernels.checks import FLOAT_DTYPES, FP8, INT_DTYPES, check_dtype
 from oss_fused.kernels.contract import Epsilon, Operand, Rule, Scale
 from oss_fused.kernels.op import declare
@@ -89,10 +91,29 @@ def rotated_q(num_heads: int, key_cache: torch.Tensor, like: torch.Tensor) -> to
     return like.new_empty((like.shape[0], num_heads * key_cache.shape[3]))
 
 
+def _check_rope_kv(
+    qkv: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    with_keys: bool,
+) -> None:
+    check_heads(qkv, cos_sin_cache, num_heads, key_cache, slot_mapping)
+    if with_keys and q_scale is not None:
+        raise SchemeError(f"with_keys={with_keys}: expected no q_scale beside it, keys have none")
+
+
 def _rope_kv_fake(
-    qkv: torch.Tensor, num_heads: int, key_cache: torch.Tensor, q_scale: torch.Tensor | None
+    qkv: torch.Tensor,
+    num_heads: int,
+    key_cache: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    with_keys: bool,
 ) -> torch.Tensor:
-    q = rotated_q(num_heads, key_cache, qkv)
+    heads = num_heads + key_cache.shape[2] if with_keys else num_heads
+    q = rotated_q(heads, key_cache, qkv)
     return q if q_scale is None else q.to(FP8)
 
 
@@ -151,7 +172,7 @@ declare(
     {"qkv": Operand("T W", *FLOAT_DTYPES, contiguous=True), **CACHE_RULES},
     {"triton": "rope_kv", "cuda": "cuda"},
     mutates=("key_cache", "value_cache"),
-    check=check_heads,
+    check=_check_rope_kv,
     fake=_rope_kv_fake,
     example={"W": 512, **CACHE_EXAMPLE},
 )

@@ -54,6 +54,7 @@ def rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    with_keys: bool = False,
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see kernels/rope for the contract."""
     tokens = qkv.shape[0]
@@ -84,4 +85,4 @@ def rope_kv(
             one if k_scale is None else k_scale,
             one if v_scale is None else v_scale,
         )
-    return q
+    return torch.cat([q, k], dim=1) if with_keys else q

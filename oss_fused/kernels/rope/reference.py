@@ -53,6 +53,7 @@ def rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    with_keys: bool = False,
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see kernels/rope for the contract."""
     tokens = qkv.shape[0]
@@ -78,7 +79,7 @@ def rope_kv(
             )
         else:
             cache[slots // block_size, slots % block_size] = rows
-    q = q.reshape(tokens, num_heads * head_dim)
+    q = (torch.cat([q, k], 1) if with_keys else q).flatten(1)
     return q if q_scale is None else quantize_rows(q, q_scale.view(1, 1))[0]
 
 

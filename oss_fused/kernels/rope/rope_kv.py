@@ -94,6 +94,7 @@ def _rope_kv_kernel(
     stride_table,
     eps,
     Q_HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -126,12 +127,12 @@ def _rope_kv_kernel(
     left = tl.where(heads.v, x.left, x.left * cos - x.right * sin)
     right = tl.where(heads.v, x.right, x.right * cos + x.left * sin)
     inverses = Heads(reciprocal(scales.q), reciprocal(scales.k), reciprocal(scales.v))
-    q = q_out + token * (Q_HEADS * HEAD_DIM) + head * HEAD_DIM
+    q = q_out + token * (OUT_HEADS * HEAD_DIM) + head * HEAD_DIM
     k = cache_row(key_cache, slot, head - Q_HEADS)
     targets = Heads(q, k, cache_row(value_cache, slot, head - Q_HEADS - KV_HEADS))
     # a tensor, not a scalar: the interpreter takes no scalar in a mask
     write = (slot + tl.zeros_like(head)) >= 0
-    heads = Heads(heads.q, heads.k & write, heads.v & write)
+    heads = Heads(head < OUT_HEADS, heads.k & write, heads.v & write)
     _store(left, columns.left, mask, heads, targets, inverses, dtype)
     _store(right, columns.right, mask, heads, targets, inverses, dtype)
     if ROTARY < HEAD_DIM:
@@ -160,12 +161,14 @@ def rope_kv(
     k_norm: torch.Tensor | None,
     eps: float,
     q_scale: torch.Tensor | None = None,
+    with_keys: bool = False,
 ) -> torch.Tensor:
     """Rotated q; k and v go to the cache; see kernels/rope for the contract."""
     tokens = qkv.shape[0]
     kv_heads, head_dim = key_cache.shape[2:]
     q_dtype = qkv.dtype if q_scale is None else FP8
-    q = torch.empty(tokens, num_heads * head_dim, dtype=q_dtype, device=qkv.device)
+    out_heads = num_heads + kv_heads if with_keys else num_heads
+    q = torch.empty(tokens, out_heads * head_dim, dtype=q_dtype, device=qkv.device)
     if tokens == 0:
         return q
     if key_cache.dtype != FP8:
@@ -192,6 +195,7 @@ def rope_kv(
         cos_sin_cache.stride(0),
         eps,
         Q_HEADS=num_heads,
+        OUT_HEADS=out_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         ROTARY=rotary,

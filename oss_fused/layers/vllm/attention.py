@@ -5,7 +5,9 @@ A decode batch has one token per sequence, or up to 1 + d where a step verifies 
 ``torch.ops.oss_fused.decode_attention``: one launch, where FlashAttention 3 takes three at short
 context. Prompts run ``window_attention`` where a layer's window is short. Other batches run
 FlashAttention, and so does what the kernels lack: soft cap, ALiBi, context parallelism, prefix-LM
-masks. Metadata, cache layout and cache writes are vLLM's in all cases, so each batch can choose.
+masks. FlashAttention 3 reads the rows of a step in which all sequences begin (fresh_rows.py), and
+else the cache. Metadata, cache layout and cache writes are vLLM's in all cases, so each batch can
+choose.
 The option attention_kernels="vllm" turns both native kernels off.
 """
 
@@ -25,6 +27,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.attention import MOST_WINDOW
+from oss_fused.layers.vllm.fresh_rows import is_fresh
 from oss_fused.layers.vllm.sampled_rows import noted_rows, take_rows
 from oss_fused.layers.vllm.warmup import is_new, when_ready
 
@@ -33,6 +36,8 @@ FP8 = torch.float8_e4m3fn
 MOST_QUERIES = 8
 # tokens of each sequence, on average, from which on window_attention runs a step
 _PROMPT_TOKENS = 16
+# tokens up to which qkv_rope_kv measured faster than projection and rope_kv; at 256 it is slower
+FEW_TOKENS = 128
 
 logger = init_logger(__name__)
 
@@ -73,14 +78,7 @@ class OssAttentionImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention into ``output``; arguments as in FlashAttentionImpl.forward."""
-        native = (
-            attn_metadata is not None
-            and attn_metadata.causal is True
-            and attn_metadata.rswa_prefix_lens is None
-            and attn_metadata.mm_prefix_query_range_tensor is None
-            and output_scale is None
-            and output_block_scale is None
-        )
+        native = _is_plain(attn_metadata) and output_scale is None and output_block_scale is None
         sampled = noted_rows(attn_metadata) if self.is_last else None
         if native and sampled is not None:
             attended = output.new_empty(sampled.shape[0], *output.shape[1:])
@@ -92,6 +90,8 @@ class OssAttentionImpl(FlashAttentionImpl):
             self._decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)
         elif native and self._reads_windows(attn_metadata):
             self._attend_window(layer, query, kv_cache, attn_metadata, output)
+        elif native and self.reads_rows(attn_metadata):
+            self._attend_rows(query, key, value, attn_metadata, output)
         else:
             super().forward(
                 layer,
@@ -114,6 +114,51 @@ class OssAttentionImpl(FlashAttentionImpl):
         """
         least = _PROMPT_TOKENS * attn_metadata.seq_lens.shape[0]
         return _is_window_short(self) and attn_metadata.num_actual_tokens >= least
+
+    def reads_rows(self, attn_metadata: Any) -> bool:
+        """Whether a step may read keys and values from its rows, rotated, instead of the cache.
+
+        An FP8 cache holds other values than the rows, and few tokens gain nothing.
+        """
+        return (
+            self.vllm_flash_attn_version == 3
+            and not is_quantized_kv_cache(self.kv_cache_dtype)
+            and not _is_window_short(self)
+            and _is_plain(attn_metadata)
+            and is_fresh(attn_metadata)
+            and attn_metadata.num_actual_tokens > FEW_TOKENS
+            and attn_metadata.max_query_len > self.max_queries
+        )
+
+    def _attend_rows(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of a step in which all sequences begin."""
+        # only a vLLM for GPUs has it
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        rows, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
+        longest = attn_metadata.max_query_len
+        flash_attn_varlen_func(
+            q=query[:rows],
+            k=key[:rows],
+            v=value[:rows],
+            out=output[:rows],
+            cu_seqlens_q=starts,
+            max_seqlen_q=longest,
+            cu_seqlens_k=starts,
+            max_seqlen_k=longest,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=list(self.sliding_window),
+            fa_version=3,
+            s_aux=self.sinks,
+        )
 
     def _attend_window(
         self,
@@ -226,6 +271,16 @@ def _queries(vllm_config: VllmConfig) -> int:
         MOST_QUERIES - 1,
     )
     return 1
+
+
+def _is_plain(attn_metadata: Any) -> bool:
+    """Whether queries see what lies before them and nothing else, but for a window."""
+    return (
+        attn_metadata is not None
+        and attn_metadata.causal is True
+        and attn_metadata.rswa_prefix_lens is None
+        and attn_metadata.mm_prefix_query_range_tensor is None
+    )
 
 
 def _window_of(impl: Any) -> int:

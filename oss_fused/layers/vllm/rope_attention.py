@@ -41,12 +41,10 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from oss_fused.kernels.op import LIBRARY
 from oss_fused.kernels.tiles import ROW_BUCKETS
-from oss_fused.layers.vllm.attention import FP8, OssAttentionImpl
+from oss_fused.layers.vllm.attention import FEW_TOKENS, FP8, OssAttentionImpl
 from oss_fused.layers.vllm.linear import bf16_rows_of
 
 _OP = "oss_fused::rope_attention"
-# tokens up to which qkv_rope_kv measured faster than projection and rope_kv; at 256 it is slower
-FEW_TOKENS = 128
 # for which its kernels are compiled
 _BUCKETS = tuple(bucket for bucket in ROW_BUCKETS if 16 <= bucket <= FEW_TOKENS)
 # tokens for which rope_kv compiles its kernels
@@ -98,18 +96,22 @@ def rope_attention(
         scale: [T, 1] of the codes.
         levels: both levels of few rows of codes (kernels/levels.py).
     """
-    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     rows, heads, size = output.shape
     keys, values = qkv[:, heads * size :].view(rows, 2, layer.num_kv_heads, size).unbind(1)
     if slots is None:
         # a profiling run has no cache, and attention only fills its output
         query = torch.empty_like(output)
+    elif layer.impl.reads_rows(metadata):
+        # more than few tokens
+        rotated = layer.impl.rope(layer, (qkv,), positions, cache, slots, True)
+        query, keys = rotated.view(rows, -1, size).split([heads, layer.num_kv_heads], 1)
     else:
         few = codes is not None and rows <= FEW_TOKENS
         projected = (codes, scale, levels) if few else (qkv,)
         query = layer.impl.rope(layer, projected, positions, cache, slots)
         query = query.view(rows, heads, size)
-    # keys and values are in the cache: attention reads only their shape
+        # keys and values are in the cache: attention reads only the shape of these
     unified_attention_with_output(query, keys, values, output, layer_name)
 
 
@@ -157,11 +159,12 @@ class RopeAndCache:
         positions: torch.Tensor,
         cache: torch.Tensor,
         slots: torch.Tensor,
+        with_keys: bool = False,
     ) -> torch.Tensor:
         """Write k and v; returns rotated q [T, heads * head_dim], FP8 where attention wants it.
 
         ``projected`` is (qkv,), or (codes, scale, levels or None) of what the projection
-        has still to read.
+        has still to read. ``with_keys``, for (qkv,): k follows q in each row.
         """
         quantised = is_quantized_kv_cache(layer.kv_cache_dtype)
         if quantised:
@@ -184,7 +187,7 @@ class RopeAndCache:
             layer._q_scale if self.quantise_query else None,
         )
         if len(projected) == 1:
-            return torch.ops.oss_fused.rope_kv(*projected, *arguments)
+            return torch.ops.oss_fused.rope_kv(*projected, *arguments, with_keys)
         (codes, scale, levels), linear = projected, attention.qkv_proj
         return torch.ops.oss_fused.qkv_rope_kv(
             codes,
@@ -213,7 +216,8 @@ class RopeAndCache:
                 rows, (layer.num_heads + 2 * heads) * size, dtype=dtype, device=device
             )
             index = torch.zeros(rows, dtype=torch.int64, device=device)
-            self(layer, (qkv,), index, cache, index - 1)
+            for with_keys in (False,) if quantised else (False, True):
+                self(layer, (qkv,), index, cache, index - 1, with_keys)
         linear = self.attention.qkv_proj
         if not self.joins or getattr(linear, "_input_quant_key", None) != kFp8DynamicTokenSym:
             return
