@@ -313,7 +313,7 @@ def test_a_step_in_which_all_sequences_begin_reads_its_rows(window, flash, monke
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *args, **kw: pytest.fail("cache"))
     query, told = torch.randn(_PADDED, HEADS, SIZE), fresh()
     key, value = torch.randn(2, _PADDED, KV_HEADS, SIZE)
-    output = torch.empty_like(query)
+    output = torch.zeros_like(query)
     assert layer.impl.reads_rows(told)
     layer.impl.forward(layer, query, key, value, None, told, output)
     (call,) = flash
