@@ -196,7 +196,7 @@ SHORT: dict[str, functools.partial[None]] = {
     "o_proj of Llama 1, two levels": call(two_levels, 1, 4096, 4096),
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
-    **{f"mlp {rows}": call(mlp, rows) for rows in (1, 64, 65)},
+    **{f"mlp {rows}": call(mlp, rows) for rows in (1, 64, 257)},
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),
