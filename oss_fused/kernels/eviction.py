@@ -5,7 +5,7 @@ from __future__ import annotations
 
 # the last to leave L2, as Triton names it
 EVICT_LAST = "evict_last"
-# tokens of a step whose results stay: by their shapes, those of 256 take up to a quarter of an H200's L2
+# tokens of a step whose results stay: those of 256 take up to a quarter of an H200's L2
 _KEPT_TOKENS = 256
 
 

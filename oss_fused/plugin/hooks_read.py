@@ -116,8 +116,9 @@ READ = {
     "vllm.v1.attention.backend:AttentionCGSupport": "ALWAYS",
     "vllm.v1.attention.backend:AttentionType": "DECODER",
     f"{_FLASH}:FlashAttentionImpl": (
-        "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype logits_soft_cap num_heads "
-        "num_kv_heads scale sinks sliding_window vllm_flash_attn_version"
+        "alibi_slopes attn_type dcp_world_size head_size kv_cache_dtype "
+        "kv_sharing_target_layer_name logits_soft_cap num_heads num_kv_heads scale sinks "
+        "sliding_window vllm_flash_attn_version"
     ),
     f"{_FLASH}:FlashAttentionMetadata": (
         "block_table causal max_query_len mm_prefix_query_range_tensor num_actual_tokens "

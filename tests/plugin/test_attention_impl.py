@@ -30,7 +30,7 @@ def implementation(window=None, fp8=False, sinks=False):
     impl = FlashAttentionImpl.__new__(FlashAttentionImpl)
     impl.attn_type, impl.alibi_slopes, impl.logits_soft_cap = AttentionType.DECODER, None, 0
     impl.dcp_world_size, impl.head_size, impl.scale = 1, SIZE, 0.3
-    impl.vllm_flash_attn_version = 3
+    impl.vllm_flash_attn_version, impl.kv_sharing_target_layer_name = 3, None
     impl.num_heads, impl.num_kv_heads = HEADS, KV_HEADS
     impl.kv_cache_dtype = "fp8" if fp8 else "auto"
     impl.sliding_window = (-1, -1) if window is None else (window - 1, 0)
@@ -332,6 +332,7 @@ def test_a_step_in_which_all_sequences_begin_reads_its_rows(window, flash, monke
     [
         ({}, {"vllm_flash_attn_version": 2}),
         ({}, {"kv_cache_dtype": "fp8"}),
+        ({}, {"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}),
         # each sequence has no more tokens than a step that decodes or verifies drafts
         ({"max_query_len": 4}, {"max_queries": 4}),
         ({"num_actual_tokens": 128}, {}),

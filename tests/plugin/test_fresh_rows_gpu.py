@@ -29,7 +29,11 @@ def test_prompts_attend_to_their_rows(family, tmp_path, engine, monkeypatch):
         attend(impl, query, key, value, metadata, output)
 
     monkeypatch.setattr(OssAttentionImpl, "_attend_rows", record)
-    folder = build(tmp_path, family, head_dim=64)
+    # the last layer computes sampled rows, of the cache
+    layers = {"num_hidden_layers": 4}
+    if family == "gpt_oss":
+        layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    folder = build(tmp_path, family, head_dim=64, **layers)
     served = engine(
         to_mxfp4(folder) if family == "gpt_oss" else folder,
         quantization="oss_fp8",

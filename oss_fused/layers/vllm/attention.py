@@ -118,10 +118,12 @@ class OssAttentionImpl(FlashAttentionImpl):
     def reads_rows(self, attn_metadata: Any) -> bool:
         """Whether a step may read keys and values from its rows, rotated, instead of the cache.
 
-        An FP8 cache holds other values than the rows, and few tokens gain nothing.
+        An FP8 cache holds other values than the rows, and so does that of another layer. Few tokens
+        gain nothing.
         """
         return (
             self.vllm_flash_attn_version == 3
+            and self.kv_sharing_target_layer_name is None
             and not is_quantized_kv_cache(self.kv_cache_dtype)
             and not _is_window_short(self)
             and _is_plain(attn_metadata)
