@@ -114,7 +114,8 @@ class OssModelState(DefaultModelState):
             metadata = make()
             if self.sampled is not None and cudagraph_mode == CUDAGraphMode.NONE:
                 note_rows(metadata[self.model.last_attention], self.sampled)
-            in_graph = cudagraph_mode == CUDAGraphMode.FULL
+            # a graph that is recorded will run other steps; vLLM says NONE while it records
+            in_graph = cudagraph_mode == CUDAGraphMode.FULL or kwargs.get("for_capture")
             if not in_graph and not input_batch.num_computed_tokens_np.any():
                 for of_layer in metadata.values():
                     note_fresh(of_layer)

@@ -304,6 +304,8 @@ def flash(monkeypatch):
     seen = []
     module = SimpleNamespace(flash_attn_varlen_func=lambda **arguments: seen.append(arguments))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", module)
+    # a PyTorch for CPUs cannot say
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
@@ -346,6 +348,13 @@ def test_steps_that_read_the_cache_though_all_begin(changes, of_layer, flash):
     assert layer.impl.reads_rows(fresh()) and not layer.impl.reads_rows(metadata())
     vars(layer.impl).update(of_layer)
     assert not layer.impl.reads_rows(fresh(**changes)) and not layer.impl.reads_rows(None)
+
+
+def test_a_recorded_graph_reads_the_cache(flash, monkeypatch):
+    """Its replays have other sequences, whatever the metadata says."""
+    (layer,) = adopted(implementation())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not layer.impl.reads_rows(fresh())
 
 
 def test_a_quantised_output_is_not_of_rows(flash, monkeypatch):

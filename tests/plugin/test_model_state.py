@@ -62,24 +62,29 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
 
 
 @pytest.mark.parametrize(
-    ("mode", "computed", "fresh"),
+    ("mode", "computed", "for_capture", "fresh"),
     [
-        ("NONE", (0, 0), True),
-        ("PIECEWISE", (0,), True),
-        # a prompt's second part or cached beginning, a sequence that decodes, a recorded graph
-        ("NONE", (0, 16), False),
-        ("NONE", (16, 0), False),
-        ("FULL", (0, 0), False),
+        ("NONE", (0, 0), False, True),
+        ("PIECEWISE", (0,), False, True),
+        # a prompt's second part or cached beginning, a sequence that decodes
+        ("NONE", (0, 16), False, False),
+        ("NONE", (16, 0), False, False),
+        # vLLM records a graph, replays one, or runs one without sequences of its own
+        ("NONE", (0, 0), True, False),
+        ("FULL", (0, 0), False, False),
+        ("FULL", (0, 0), True, False),
     ],
 )
-def test_a_step_in_which_all_sequences_begin_is_noted(mode, computed, fresh, monkeypatch):
+def test_a_step_in_which_all_sequences_begin_is_noted(
+    mode, computed, for_capture, fresh, monkeypatch
+):
     made = {"layer": SimpleNamespace(), "other": SimpleNamespace()}
     monkeypatch.setattr(DefaultModelState, "prepare_attn", lambda *_, **__: made)
     state = OssModelState.__new__(OssModelState)
     state.metadata_is_read = True
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     state.vllm_config = SimpleNamespace(compilation_config=compilation)
-    found = state.prepare_attn(batch(*computed), CUDAGraphMode[mode], ())
+    found = state.prepare_attn(batch(*computed), CUDAGraphMode[mode], (), for_capture=for_capture)
     assert [is_fresh(each) for each in found.values()] == [fresh, fresh]
 
 

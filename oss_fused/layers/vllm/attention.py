@@ -130,6 +130,8 @@ class OssAttentionImpl(FlashAttentionImpl):
             and is_fresh(attn_metadata)
             and attn_metadata.num_actual_tokens > FEW_TOKENS
             and attn_metadata.max_query_len > self.max_queries
+            # whatever the metadata says: replays of a graph have other sequences
+            and not torch.cuda.is_current_stream_capturing()
         )
 
     def _attend_rows(
