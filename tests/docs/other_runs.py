@@ -3,30 +3,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.docs.readers import Passages, best, load, oss, speedup
 
-_ONE_ROUND = "h200/decode_gpt_oss_20b_one_round"
+_ARMS = ("oss_fp8", "triton")
 
 
-def one_round() -> Passages:
-    """decode.md's steps and prompt of the newest kernels."""
-    report = load(f"{_ONE_ROUND}/results.json")
-    cells = {(cell["batch"], cell["context"]): cell for cell in report["cells"]}
-    ms = {key: cell["arms"]["oss_fp8"]["ms"] for key, cell in cells.items()}
+def _cells(folder: str) -> dict[tuple[int, int], dict[str, Any]]:
+    cells = load(f"h200/{folder}/results.json")["cells"]
+    return {(cell["batch"], cell["context"]): cell for cell in cells}
+
+
+def newest() -> Passages:
+    """decode.md's steps and prompts of the newest kernels of gpt-oss."""
+    folder = "decode_gpt_oss_20b_newest"
+    cells = _cells(folder)
+    batches = (1, 8, 32, 128, 256)
+    own = [cells[batch, 128]["arms"]["oss_fp8"] for batch in batches]
+    rounds = [each[end] for each in own for end in ("min", "max")]
+    fastest = [[cells[batch, 128]["arms"][arm]["min"] for arm in _ARMS] for batch in batches]
+    longer = [cells[batch, 1024]["arms"]["oss_fp8"]["ms"] for batch in (8, 32)]
+    longer += [cells[batch, 1024]["speedup"] for batch in (8, 32)]
     prompt = cells[1, 8192]
-    both = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
-    whole = next(p for p in report["profiles"] if (p["context"], p["arm"]) == (8192, "oss_fp8"))
-    eight = [each for n in (128, 1024) for each in (ms[8, n], cells[8, n]["speedup"])]
+    prompts = [prompt["arms"][arm][end] for arm in _ARMS for end in ("min", "max")]
+    profiles = load(f"h200/{folder}/results.json")["profiles"]
+    whole = next(p for p in profiles if (p["context"], p["arm"]) == (8192, "oss_fp8"))
+    each = "{:.2f} and {:.2f}"
+    others = ", ".join(f"{each} at {batch}" for batch in batches[1:])
+    return [
+        (f"took {each} ms at 1 sequence, {others}", rounds),
+        (
+            "alone give {:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}. At context 1024",
+            [theirs / ours for ours, theirs in fastest],
+        ),
+        ("8 and 32 sequences took {:.2f} and {:.2f} ms ({:.2f}x and {:.2f}x)", longer),
+        (
+            "Prompts took {:.1f} and {:.1f} ms, the baseline's {:.1f} and {:.1f} ({:.2f}x)",
+            [*prompts, prompt["speedup"]],
+        ),
+        ("; the kernels took {:.1f} ms", [whole["busy_us"] / 1e3]),
+    ]
+
+
+def newest_llama() -> Passages:
+    """decode.md's steps and prompt of the newest run of Llama."""
+    cells = _cells("decode_llama_8b_newest")
+    batches = (1, 8, 32, 128)
+    prompt = cells[1, 8192]
+    first = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
+    fastest = [
+        [cells[batch, 128]["arms"][arm]["min"] for arm in ("oss_fp8", "fp8_per_tensor")]
+        for batch in batches
+    ]
     return [
         (
-            "one sequence ({:.2f} ms) and of 256 ({:.2f}), and probably of 128 ({:.2f})",
-            [ms[batch, 128] for batch in (1, 256, 128)],
+            "has {:.2f}, {:.2f}, {:.2f} and {:.2f} at context 1024",
+            [cells[batch, 1024]["speedup"] for batch in batches],
         ),
-        ("took {:.2f} ms ({:.2f}x) at context 128 and {:.2f} ({:.2f}x) at 1024", eight),
-        ("at 32 it took {:.2f} ({:.2f}x)", [ms[32, 128], cells[32, 128]["speedup"]]),
+        ("prompt of {:.1f} ms instead of {:.1f} ({:.2f}x)", [*first, prompt["speedup"]]),
         (
-            "prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x); its kernels took {:.1f}",
-            [*both, prompt["speedup"], whole["busy_us"] / 1e3],
+            "rounds alone give {:.2f}, {:.2f}, {:.2f} and {:.2f}.",
+            [theirs / ours for ours, theirs in fastest],
         ),
     ]
 

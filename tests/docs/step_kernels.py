@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.docs.readers import Passages, profile, summary
 
 _BATCHES = (1, 8, 32, 128, 256)
-_H200, _H100 = "h200/decode_gpt_oss_20b_one_round", "h100/decode_gpt_oss_20b_one_round"
+_H200, _H100 = "h200/decode_gpt_oss_20b_newest", "h100/decode_gpt_oss_20b_one_round"
 _PROFILED = {
     "experts": "experts",
     "projections": "projections",
@@ -20,8 +20,11 @@ _PROFILED = {
 
 def passages() -> Passages:
     """The table of groups, that of runs, and what is said of both."""
-    for prefix, folder in (("", _H200), ("h100.", _H100)):
-        for batch in (2, 4, *_BATCHES):
+    # the run before has more batches
+    before = "h200/decode_gpt_oss_20b_one_round"
+    runs = (("", _H200, _BATCHES), ("", before, (2, 4)), ("h100.", _H100, (2, 4, *_BATCHES)))
+    for prefix, folder, batches in runs:
+        for batch in batches:
             took = round(_ms(batch, "oss_fp8", folder), 4)
             assert summary(f"{prefix}decode.gpt_oss_20b.kernel_ms_b{batch}") == took
     return _groups() + _runs() + _ratios()

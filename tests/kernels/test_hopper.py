@@ -146,8 +146,9 @@ def test_results_of_few_tokens_stay_in_l2(case, compiled):
     assert all(kernel["kept"] for kernel in compiled[case]), compiled[case]
 
 
-def test_much_leaves_l2(compiled):
-    assert not any(kernel["kept"] for kernel in compiled["mlp 257"])
+@pytest.mark.parametrize("case", ["mlp 257"])
+def test_much_leaves_l2(case, compiled):
+    assert not any(kernel["kept"] for kernel in compiled[case])
 
 
 @pytest.mark.parametrize("case", ["lm_head 2, two levels"])
