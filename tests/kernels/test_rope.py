@@ -170,6 +170,22 @@ def test_rope_kv_with_keys(backend, tokens, rotary, cache_dtype, device):
     torch.testing.assert_close(both[:, heads * dim :], want, rtol=2**-7, atol=2**-7, equal_nan=True)
 
 
+def test_opcheck_with_keys(device):
+    index = torch.arange(4, device=device)
+    caches = cache_pair(torch.bfloat16, 1, 16, device)
+    args = (
+        randn(4, 64, device=device),
+        index,
+        randn(8, 16, device=device),
+        2,
+        True,
+        *caches,
+        index,
+    )
+    args = (*args, None, None, None, None, 1e-6, None, True)
+    torch.library.opcheck(torch.ops.oss_fused.rope_kv.default, args)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_rope_kv_keeps_no_keys_beside_a_quantised_q(backend, device):
     index = torch.arange(4, device=device)
