@@ -146,6 +146,13 @@ def _config(tokens: int, pairs: int) -> tuple[int, int]:
     return max(1024 // pairs, 1), 4 if tokens >= _MANY_TOKENS else 1
 
 
+def _scale_of(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The scale that an FP8 ``cache`` takes; another one takes none."""
+    if cache.dtype != FP8:
+        return None
+    return torch.ones(1, dtype=torch.float32, device=cache.device) if scale is None else scale
+
+
 def rope_kv(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -171,12 +178,6 @@ def rope_kv(
     q = torch.empty(tokens, out_heads * head_dim, dtype=q_dtype, device=qkv.device)
     if tokens == 0:
         return q
-    if key_cache.dtype != FP8:
-        k_scale = v_scale = None
-    elif k_scale is None or v_scale is None:
-        one = torch.ones(1, dtype=torch.float32, device=qkv.device)
-        k_scale = one if k_scale is None else k_scale
-        v_scale = one if v_scale is None else v_scale
     rotary = cos_sin_cache.shape[1]
     pairs = next_power_of_2(rotary // 2)
     heads, num_warps = _config(tokens, pairs)
@@ -188,7 +189,7 @@ def rope_kv(
         paged_cache(key_cache, constant=True),
         paged_cache(value_cache, constant=True),
         slot_mapping,
-        Heads(q_scale, k_scale, v_scale),
+        Heads(q_scale, _scale_of(key_cache, k_scale), _scale_of(value_cache, v_scale)),
         Heads(q_norm, k_norm, None),
         slot_mapping.shape[0],
         qkv.stride(0),
