@@ -54,6 +54,22 @@ def test_act_mul_quant_edges(backend, device):
         op(rows(2, 8, device=device), "relu", None)
 
 
+def test_silu_of_every_magnitude(device):
+    """Each value of its own, by its formula: the up value brings the product to 8 and more."""
+    tiny = [10.0**-power for power in range(1, 37)]
+    gate = torch.tensor([*tiny, *torch.linspace(0.1, 86, 220).tolist()]).bfloat16()
+    gate = torch.cat([gate, -gate])
+    silu = gate.double() * torch.sigmoid(gate.double())
+    up = torch.exp2(3 - torch.log2(silu.abs()).floor()).bfloat16()
+    op, one = get_kernel("triton", "act_mul_quant"), torch.ones(1, device=device)
+    q, _ = op(torch.cat([gate, up])[None].to(device), "silu", one)
+    # a code has three bits behind its first one, and the activation is rounded before
+    torch.testing.assert_close(q[0].double().cpu(), silu * up.double(), rtol=0.07, atol=0)
+    ends = torch.tensor([0.0, -100.0, -3e38, float("-inf"), float("inf"), float("nan")])
+    q, _ = op(torch.cat([ends, torch.ones(6)]).bfloat16()[None].to(device), "silu", one)
+    assert q[0, :3].float().tolist() == [0.0, 0.0, 0.0] and q[0, 3:].isnan().all()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("on", ["up", "gate"])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
