@@ -24,6 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# huge pages: each engine fills a KV cache of a GiB with zeros, most of its start in small ones
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # here, before pytest reads --hypothesis-profile: a profile loaded later would win over the flag
 hypothesis.settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True)

@@ -4,7 +4,8 @@
 Triton replaces functions of triton.language for a launch, and again for each call of a helper, and
 looks through all members of its modules each time: half the time of launches. Here the names are
 looked up once a process, and a launch replaces the functions of a module once. NumPy's type of each
-of Triton's is looked up once, too.
+of Triton's is looked up once, too, and what shapes are to Triton is made once for each shape. Seven
+operations that check each sum of integers, and report nothing, are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def spare_lookups() -> None:
     from triton.runtime import interpreter
 
     used = ("_LangPatchScope", "_patch_attr", "_patch_builtin", "_patch_lang", "_get_np_dtype")
-    if not all(hasattr(interpreter, name) for name in used):
+    checked = hasattr(tl.semantic.TritonSemantic, "binary_op_sanitize_overflow_impl")
+    if not checked or not all(hasattr(interpreter, name) for name in used):
         # another Triton: its tests take longer
         return
     # modules whose functions the running launch has replaced
@@ -71,3 +73,58 @@ def spare_lookups() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang
     interpreter._get_np_dtype = type_of
+    _spare_shapes(tl)
+    _spare_unread_checks()
+
+
+def _spare_shapes(tl: Any) -> None:
+    """Types and tensors of a shape share its tuples."""
+    core = tl.core
+    make_type = core.block_type.__init__
+    of_types: dict[Any, tuple[Any, int, str]] = {}
+    of_tensors: dict[Any, tuple[Any, Any]] = {}
+
+    def type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        # True is 1, and is refused
+        plain = all(type(size) is int for size in sizes)
+        if not plain or sizes not in of_types:
+            make_type(self, element_ty, shape)
+            if plain:
+                of_types[sizes] = self.shape, self.numel, f"{self.shape}"
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, shown = of_types[sizes]
+        self.name = f"<{shown}, {element_ty}>"
+
+    def type_eq(self: Any, other: Any) -> bool:
+        if not isinstance(other, core.block_type):
+            return False
+        return self.element_ty == other.element_ty and self.shape.values == other.shape.values
+
+    make_tensor = core.tensor.__init__
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[sizes] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[sizes]
+
+    core.block_type.__init__, core.block_type.__eq__ = type_init, type_eq
+    core.tensor.__init__ = tensor_init
+
+
+def _spare_unread_checks() -> None:
+    """A sum's check for overflow ends in a device_assert, which does nothing without debug."""
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def checked(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug:
+            check(self, lhs, rhs, binary_op)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked

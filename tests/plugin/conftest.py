@@ -113,6 +113,9 @@ DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
     "dtype": "bfloat16",
 }
+if not HAS_GPU:
+    # a GiB, the least that VLLM_CPU_KVCACHE_SPACE gives, takes up to seconds to fill with zeros
+    DEFAULTS["kv_cache_memory_bytes"] = 2**26
 
 
 @functools.cache
@@ -124,7 +127,11 @@ def _spare_the_imports() -> None:
     if HAS_GPU:
         return  # the module of the CPU's worker changes what a GPU's needs
     import vllm.entrypoints.llm
+    import vllm.model_executor.models.registry as registry
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    # vLLM looks at a model's class in a process of its own, which imports all of vLLM again
+    registry._run_in_subprocess = lambda look: look()
 
     gc.collect()
     gc.freeze()
@@ -135,12 +142,21 @@ def _spare_the_imports() -> None:
 
 @functools.cache
 def _keep_kernel_overrides() -> None:
-    """The first engine puts its CPU kernels into every module; the next ones need no search."""
+    """The first engine puts its CPU kernels into every module; the next ones need no search.
+
+    Neither where the first one fails to load: it has put them there before.
+    """
     if HAS_GPU:
         return
     from vllm.triton_utils import dispatcher
 
-    dispatcher.register_kernels = lambda overrides: None
+    register = dispatcher.register_kernels
+
+    def register_once(overrides: Any) -> None:
+        register(overrides)
+        dispatcher.register_kernels = lambda overrides: None
+
+    dispatcher.register_kernels = register_once
 
 
 def _one_level(options: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +180,7 @@ class Engine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         _spare_the_imports()
+        _keep_kernel_overrides()
         # an engine that failed half way leaves its process groups behind
         cleanup_dist_env_and_memory()
         # one of vLLM's older model runner (DFlash) leaves the process without captures
@@ -171,12 +188,15 @@ class Engine:
         # numba's (n-gram speculation imports it) holds an object that answers to any attribute,
         # over which vLLM's CPU platform stumbles when it looks into every module's values
         ffi = sys.modules.pop("llvmlite.binding.ffi", None)
+        # it would win over the size that DEFAULTS names
+        space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         try:
             self.llm = LLM(model=str(folder), **_one_level(DEFAULTS | options))
-            _keep_kernel_overrides()
         finally:
             if ffi is not None:
                 sys.modules["llvmlite.binding.ffi"] = ffi
+            if space is not None:
+                os.environ["VLLM_CPU_KVCACHE_SPACE"] = space
 
     def generate(
         self, prompt: list[int] | None = None, lora: Any = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """EAGLE-3 drafts in vLLM's model runner V2 on a CPU: as vLLM makes and verifies them, and ours.
 
-`python drafts_on_cpu.py MODEL HEAD SPECULATIVE_JSON PADDED`. vLLM's own Triton kernels run under
-the interpreter. A CPU has no CUDA graphs: what one of ours would replay is run, for PADDED
-requests. Prints {"vllm": [tokens, drafts], "ours": ..., "replays": number} as the last line.
+`python drafts_on_cpu.py MODEL HEAD [[SPECULATIVE, PADDED], ...]`. vLLM's own Triton kernels run
+under the interpreter. A CPU has no CUDA graphs: what one of ours would replay is run, for PADDED
+requests. Prints [{"vllm": [tokens, drafts], "ours": ..., "replays": number}, ...] as the last line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+# it would win over the size that is given below
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
 def interpret_vllm() -> None:
@@ -105,16 +107,16 @@ def use_ours(runner: Any, padded: int) -> Passes:
     return passes
 
 
-def main() -> None:
-    """Ask twice, first vLLM's way."""
-    interpret_vllm()
+def answers(model: str, head: str, options: dict[str, Any], padded: int) -> dict[str, Any]:
+    """Ask a new engine twice, first vLLM's way."""
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    model, head, options, padded = sys.argv[1:]
     drafts = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
     llm = LLM(
         model, quantization="oss_fp8", enforce_eager=True, max_model_len=128, max_num_seqs=4,
-        enable_prefix_caching=False, seed=0, speculative_config=drafts | json.loads(options),
+        enable_prefix_caching=False, seed=0, speculative_config=drafts | options,
+        kv_cache_memory_bytes=2**26,
     )  # fmt: skip
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     noted: list[Any] = []
@@ -134,8 +136,17 @@ def main() -> None:
         return [[list(answer.outputs[0].token_ids) for answer in answers], list(noted)]
 
     first = ask()
-    passes = use_ours(runner, int(padded))
-    print(json.dumps({"vllm": first, "ours": ask(), "replays": passes.replays}))
+    passes = use_ours(runner, padded)
+    found = {"vllm": first, "ours": ask(), "replays": passes.replays}
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    return found
+
+
+def main() -> None:
+    interpret_vllm()
+    model, head, runs = sys.argv[1:]
+    print(json.dumps([answers(model, head, *each) for each in json.loads(runs)]))
 
 
 if __name__ == "__main__":

@@ -34,31 +34,38 @@ ROOT = Path(__file__).parents[2]
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
 
 
-@pytest.mark.serve
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's kernels are interpreted on a CPU")
-@pytest.mark.parametrize(("options", "padded"), [({}, 3), (SYNTHETIC, 4)])
-def test_an_engine_drafts_and_verifies_as_vllm(options, padded, tmp_path):
-    """Every draft and every token; with synthetic acceptance the draws, too."""
+RUNS = {"greedy": ({}, 3), "synthetic": (SYNTHETIC, 4)}
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vLLM's kernels are interpreted on a CPU"
+)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory):
+    """What each of RUNS gives. One process starts their engines: it imports vLLM once."""
+    folder = tmp_path_factory.mktemp("drafts")
     shape = replace(get_shape("gpt-oss", "tiny"), vocab=512)
-    make_model(tmp_path / "model", shape)
-    make_draft(tmp_path / "head", shape, "specforge")
+    make_model(folder / "model", shape)
+    make_draft(folder / "head", shape, "specforge")
     paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     script = [sys.executable, str(Path(__file__).with_name("drafts_on_cpu.py"))]
     ran = subprocess.run(
-        [
-            *script,
-            str(tmp_path / "model"),
-            str(tmp_path / "head"),
-            json.dumps(options),
-            str(padded),
-        ],
+        [*script, str(folder / "model"), str(folder / "head"), json.dumps([*RUNS.values()])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    return dict(zip(RUNS, json.loads(ran.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.serve
+@on_a_cpu
+@pytest.mark.parametrize("run", RUNS)
+def test_an_engine_drafts_and_verifies_as_vllm(run, drafted):
+    """Every draft and every token; with synthetic acceptance the draws, too."""
+    found = drafted[run]
     assert found["ours"] == found["vllm"]
     tokens, drafts = found["ours"]
     assert [len(answer) for answer in tokens] == [14] * 3
