@@ -19,7 +19,7 @@ from harness.arms import CPU_ENVIRONMENT, Arm
 from harness.grid import Cell
 from harness.load import CLIENT, LoadClient
 from harness.processes import Terminated
-from harness.server import VLLM_SERVE, Server, check_port, free_port
+from harness.server import VLLM_SERVE, Server, check_port
 
 QUESTION = "What is the capital of France?"
 _WARMUP_SEED = 10_000_000
@@ -112,7 +112,7 @@ def run(
 ) -> dict[str, Any]:
     """Serve and measure everything in ``plan``.
 
-    Servers and client are stopped on every way out, and the ports are checked first.
+    Servers and client are stopped on every way out, and given ports are checked first.
 
     Args:
         plan: what to do.
@@ -129,9 +129,11 @@ def run(
     Raises:
         KeyboardInterrupt, Terminated, OssFusedError, OSError: before anything was measured.
     """
-    ports = [plan.port + i if plan.port is not None else free_port() for i in range(len(plan.arms))]
+    # without a port each server finds one when it starts: until then another process may take it
+    ports = [None if plan.port is None else plan.port + i for i in range(len(plan.arms))]
     for port in ports:
-        check_port(port)
+        if port is not None:
+            check_port(port)
     results: dict[str, Any] = {"arms": {}, "measurements": []}
     try:
         _measure(plan, ports, scratch, results, keep)
@@ -144,7 +146,7 @@ def run(
 
 def _measure(
     plan: Comparison,
-    ports: Sequence[int],
+    ports: Sequence[int | None],
     scratch: Path,
     results: dict[str, Any],
     keep: Callable[[Mapping[str, Any]], None],
@@ -163,7 +165,7 @@ def _measure(
                     _measure_group(plan, client, servers, number, results, keep)
 
 
-def _server(plan: Comparison, arm: Arm, port: int, scratch: Path) -> Server:
+def _server(plan: Comparison, arm: Arm, port: int | None, scratch: Path) -> Server:
     return Server(
         arm.name,
         arm.model,

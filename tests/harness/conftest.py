@@ -26,7 +26,7 @@ def fake_plan() -> Callable[..., Comparison]:
             "rounds": 2,
             "serve_command": FAKE_SERVE,
             "client_command": FAKE_CLIENT,
-            "startup_timeout": 20.0,
+            "startup_timeout": 60.0,
             "say": lambda text: None,
         }
         return Comparison(**{**options, **changes})

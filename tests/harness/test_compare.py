@@ -88,6 +88,7 @@ def test_environment_defaults_give_way(
 
 def test_run_alternates_and_ratios_pair_equal_prompts(fake_plan: MakePlan, tmp_path: Path) -> None:
     results = run(fake_plan(), tmp_path)
+    assert "failure" not in results, results["failure"]
     order = [(row["arm"], row["round"], row["concurrency"]) for row in results["measurements"]]
     assert order == [
         (arm, number, concurrency)
