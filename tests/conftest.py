@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# huge pages: each engine fills a KV cache of a GiB with zeros, most of its start in small ones
+# huge pages: engines in processes of their own fill a KV cache of a GiB with zeros
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # here, before pytest reads --hypothesis-profile: a profile loaded later would win over the flag
@@ -33,8 +33,14 @@ hypothesis.settings.register_profile("ci", max_examples=300, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+# first: pytest selects by -m in the same hook
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_GPU:
+        for item in items:
+            # an operator's test runs on the GPU there
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker("gpu")
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:

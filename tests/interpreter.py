@@ -4,8 +4,8 @@
 Triton replaces functions of triton.language for a launch, and again for each call of a helper, and
 looks through all members of its modules each time: half the time of launches. Here the names are
 looked up once a process, and a launch replaces the functions of a module once. NumPy's type of each
-of Triton's is looked up once, too, and what shapes are to Triton is made once for each shape. Seven
-operations that check each sum of integers, and report nothing, are left out.
+of Triton's is looked up once, too, and Triton's tuples of a shape are made once for each shape. The
+check of integer sums for overflow, seven operations that report nothing, is left out.
 """
 
 from __future__ import annotations
