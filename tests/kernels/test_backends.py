@@ -151,6 +151,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("operation", "backend", "case"), PAIRS)
 def test_backends_agree(operation, backend, case, device):
+    if operation == "all_reduce" and device.type != "cpu":
+        pytest.skip("its reference reads addresses of a CPU; test_all_reduce.py has GPUs")
     ours, theirs = on(device, case), on(device, case)
     actual = values(KernelRunner(backend).run(operation, *ours))
     expected = values(get_kernel("torch", operation)(*theirs))

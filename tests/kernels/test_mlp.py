@@ -134,9 +134,12 @@ def test_gate_up_quant_equals_the_separate_operators(tokens, dtype, device):
     """Bit for bit: the same sums in the same order, rounded in the same places."""
     operands = gate_up(tokens, 112, 37, device, dtype=dtype)
     a, b, a_scale, b_scale, _ = operands
+    if tokens == 1:
+        # a product of one row alone has sums in another order on a GPU
+        a, a_scale = a.repeat(2, 1), a_scale.repeat(2, 1)
     for activation in ACTIVATIONS:
         got = get_kernel("triton", "gate_up_quant")(*operands, activation)
-        product = get_kernel("triton", "fp8_gemm")(a, b, a_scale, b_scale, None, dtype)
+        product = get_kernel("triton", "fp8_gemm")(a, b, a_scale, b_scale, None, dtype)[:tokens]
         assert same(got, get_kernel("triton", "act_mul_quant")(product, activation, None))
 
 

@@ -14,7 +14,7 @@ from oss_fused.kernels.op import get_kernel
 from oss_fused.kernels.weight_only.gemv import MAX_ROWS
 from oss_fused.kernels.weight_only.pipeline import product_pipeline
 from oss_fused.kernels.weight_only.tile import product_tile
-from oss_fused.kernels.weight_only.triton import KERNELS
+from oss_fused.kernels.weight_only.triton import KERNELS, kernels
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 # one rounding to x.dtype
@@ -195,7 +195,9 @@ def test_a_table_may_name_the_tile_kernel(monkeypatch, device):
     config = {"kernel": "tile", "block_m": 16, "block_k": 64, "splits": 2}
     monkeypatch.setattr(tiles, "choose_weight_only", lambda *_: config)
     seen = []
-    monkeypatch.setitem(KERNELS, "tile", lambda *a, **o: (seen.append(o), product_tile(*a, **o)))
+    monkeypatch.setitem(
+        kernels(device), "tile", lambda *a, **o: (seen.append(o), product_tile(*a, **o))
+    )
     run = get_kernel("triton", "weight_only_linear")
     *args, bias = operands(20, 72, 320, device)
     assert relative_error(run(*args, bias), exact(*args, bias)) < TOLERANCE[BF16]
