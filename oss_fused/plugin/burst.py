@@ -31,11 +31,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from oss_fused.plugin.options import serving_options
-from oss_fused.plugin.step_graphs import GRAPH_TOKENS
 from oss_fused.quant.settings import LONGEST_BURST
 
 # seconds of a burst with "auto": two are under way, so a request that arrives waits for 10 ms
 SECONDS = 0.005
+# tokens of a step that reads short prompts, at most
+SHORT_PROMPTS = 4096
 WORKER = "oss_fused.plugin.burst_runner.BurstWorker"
 
 # vLLM shows what its own loggers say; of others it shows warnings
@@ -67,7 +68,7 @@ class BurstScheduler(AsyncScheduler):
         longest: tokens of a request in one step; 1 is vLLM's scheduler.
         auto: take as many as SECONDS hold.
         times: of decode steps.
-        graph_tokens: tokens of a step that reads short prompts, at most.
+        most_short: tokens of a step that reads short prompts, at most.
     """
 
     longest = 1
@@ -84,7 +85,7 @@ class BurstScheduler(AsyncScheduler):
         self._told = False
         # request -> what it needs the host for between two tokens
         self._host_bound: dict[str, str] = {}
-        self.graph_tokens = largest_graph(self.vllm_config)
+        self.most_short = most_short_tokens(self.vllm_config)
         self._groups = self.kv_cache_manager.coordinator.single_type_managers
 
     def add_request(self, request: Request) -> None:
@@ -108,8 +109,8 @@ class BurstScheduler(AsyncScheduler):
         # allocate_slots makes room for the later tokens as it does for a drafter's
         self.num_lookahead_tokens = drafts + self._burst - 1
         most = self.max_num_scheduled_tokens
-        if self.graph_tokens < most and self._reads_short_prompts():
-            self.max_num_scheduled_tokens = self.graph_tokens
+        if self.most_short < most and self._reads_short_prompts():
+            self.max_num_scheduled_tokens = self.most_short
         try:
             return super().schedule(throttle_prefills)
         finally:
@@ -117,23 +118,18 @@ class BurstScheduler(AsyncScheduler):
             self.max_num_scheduled_tokens = most
 
     def _reads_short_prompts(self) -> bool:
-        """Whether the next prompts have at most a quarter of a graph's tokens.
+        """Whether the next prompts have at most a quarter of ``most_short`` tokens.
 
         Where many arrive, the first of them decode while the others are read. A longer prompt would
         often be cut, and its first token wait for one step more. Where decoding requests fill more
-        than half of a graph, prompts would hardly be read.
+        than half of a step, prompts would hardly be read.
         """
-        if (
-            not self.waiting
-            or 2 * len(self.running) * (1 + self.num_spec_tokens) > self.graph_tokens
-        ):
+        if not self.waiting or 2 * len(self.running) * (1 + self.num_spec_tokens) > self.most_short:
             return False
         # vLLM reads prompts one after another: the last running request may be read in part
         under_way = [r for r in self.running[-1:] if r.num_computed_tokens < r.num_prompt_tokens]
         following = [*under_way, self.waiting.peek_request()]
-        return all(
-            4 * (r.num_tokens - r.num_computed_tokens) <= self.graph_tokens for r in following
-        )
+        return all(4 * (r.num_tokens - r.num_computed_tokens) <= self.most_short for r in following)
 
     def _choose_burst(self) -> int:
         """K of the next step; sets aside requests whose last token is under way already."""
@@ -227,18 +223,19 @@ class BurstScheduler(AsyncScheduler):
         logger.info_once("oss_fused: single decode steps while a request has %s", reason)
 
 
-def largest_graph(config: VllmConfig) -> int:
-    """Tokens of the largest step with prompts that replays graphs, if that is worth a limit.
+def most_short_tokens(config: VllmConfig) -> int:
+    """Tokens of a step that reads short prompts, at most; sys.maxsize without a limit.
 
-    Several steps of GRAPH_TOKENS take no longer than one of their sum, whose operators are launched
-    from Python (docs/decode.md). Of smaller steps each reads all weights for fewer tokens. A prompt
-    or an input of an encoder that vLLM may not cut could not follow a short one that is blocked.
+    Several steps of SHORT_PROMPTS tokens take no longer than one of their sum (docs/decode.md). Of
+    smaller steps each reads all weights for fewer tokens, and without graphs the host takes longer.
+    A prompt or an input of an encoder that vLLM may not cut could not follow a short one that is
+    blocked.
     """
     graphs, scheduler = config.compilation_config, config.scheduler_config
     sizes, mode = graphs.cudagraph_capture_sizes or [0], graphs.cudagraph_mode
     recorded = mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE
     cut = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
-    return max(sizes) if recorded and cut and max(sizes) >= GRAPH_TOKENS else sys.maxsize
+    return SHORT_PROMPTS if recorded and cut and max(sizes) >= SHORT_PROMPTS else sys.maxsize
 
 
 def _advance(request: Request, more: int) -> None:

@@ -104,7 +104,7 @@ READ = {
     f"{_MODELS}.interfaces:LocalArgmaxMixin": "get_top_tokens lm_head logits_processor",
     f"{_MODELS}.registry:_ModelRegistry": "models",
     "vllm.forward_context:BatchDescriptor": "",
-    "vllm.forward_context:ForwardContext": "attn_metadata",
+    "vllm.forward_context:ForwardContext": "attn_metadata cudagraph_runtime_mode",
     "vllm.forward_context:get_forward_context": "",
     "vllm.forward_context:is_forward_context_available": "",
     "vllm.forward_context:set_forward_context": "",

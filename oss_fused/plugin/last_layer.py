@@ -2,7 +2,8 @@
 """Which steps compute nothing but the sampled rows in the last decoder layer.
 
 layers/vllm/sampled_rows.py says why that is enough. Log-probabilities of a prompt, draft models and
-what exports hidden states read all rows. A CUDA graph computes what it has recorded.
+what exports hidden states read all rows. A CUDA graph computes what it has recorded: where a step
+is graphs in pieces, the piece behind the last attention runs without one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from vllm.config.compilation import CUDAGraphMode
 from oss_fused.layers.vllm.attention import OssAttentionImpl
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.quant.settings import ServingOptions
+
+# tokens above which that piece, in graphs, takes the device longer than its launches take the host
+_PIECE_TOKENS = 4096
 
 
 def mark_last_layer(model: Any, vllm_config: VllmConfig, options: ServingOptions) -> str | None:
@@ -56,7 +60,8 @@ def sampled_rows(runner: Any, batch: Any, mode: CUDAGraphMode) -> torch.Tensor |
     logprobs = runner.prompt_logprobs_worker
     if (
         getattr(runner.model, "last_attention", None) is None
-        or mode != CUDAGraphMode.NONE
+        or mode == CUDAGraphMode.FULL
+        or (mode == CUDAGraphMode.PIECEWISE and batch.num_tokens <= _PIECE_TOKENS)
         or not batch.has_prefill
         or batch.num_draft_tokens
         or runner.use_aux_hidden_state_outputs

@@ -112,10 +112,10 @@ class OssModelState(DefaultModelState):
         make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)
         if not replayed or not decodes or self.metadata_is_read:
             metadata = make()
-            if self.sampled is not None and cudagraph_mode == CUDAGraphMode.NONE:
-                note_rows(metadata[self.model.last_attention], self.sampled)
             # a graph that is recorded will run other steps; vLLM says NONE while it records
             in_graph = cudagraph_mode == CUDAGraphMode.FULL or kwargs.get("for_capture")
+            if not in_graph and self.sampled is not None:
+                note_rows(metadata[self.model.last_attention], self.sampled)
             if not in_graph and not input_batch.num_computed_tokens_np.any():
                 for of_layer in metadata.values():
                     note_fresh(of_layer)

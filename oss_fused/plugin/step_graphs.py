@@ -4,7 +4,7 @@
 vLLM records decode steps as one graph, and steps with prompts in pieces: attention is launched from
 Python between the graphs of two layers' other operators. In steps of up to about 1000 tokens the
 host then takes longer than the device. Steps above the largest recorded size launch all operators
-from Python. So:
+from Python: on a slow host that takes longer than the device even at 8192 tokens. So:
 
 - steps of up to WHOLE_TOKENS are recorded as one graph, attention included (``record_whole``);
 - steps of up to GRAPH_TOKENS are recorded in pieces (``graph_sizes``).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 # tokens of the largest step that replays graphs
-GRAPH_TOKENS = 4096
+GRAPH_TOKENS = 8192
 # tokens of the largest step that is one graph: with more, the device takes longer than the host
 WHOLE_TOKENS = 1024
 # tokens of the smallest one: more than decode attention takes of a sequence, so that a recorded
@@ -42,8 +42,8 @@ def graph_sizes(most_tokens: int, most_requests: int, queries: int = 1) -> list[
 
     Decode steps: vLLM's own numbers of requests up to ``most_requests``, with one token for each (a
     draft model's steps with drafts), and with ``queries`` (steps that verify drafts). Steps with
-    prompts: multiples of 16, and above 256 of a sixteenth of the next power of two, so that padding
-    adds at most an eighth.
+    prompts: multiples of 16, and above 256 of a sixteenth of the next power of two, at most 256, so
+    that padding adds at most an eighth, and a sixteenth above 4096 tokens.
     """
     decode = {1, 2, 4, *range(8, 257, 8), *range(272, WHOLE_TOKENS + 1, 16), most_requests}
     largest = min(GRAPH_TOKENS, most_tokens)
@@ -56,24 +56,31 @@ def graph_sizes(most_tokens: int, most_requests: int, queries: int = 1) -> list[
 
 
 def _spacing(size: int) -> int:
-    return max(16, next_power_of_2(size) // 16)
+    return min(max(16, next_power_of_2(size) // 16), 256)
 
 
 def use_whole_graphs(runner: GPUModelRunner) -> None:
-    """Have ``runner``, whose caches are set up, record steps with prompts as one graph."""
-    reason = why_pieces(runner)
-    if reason is not None:
+    """Have ``runner``, whose caches are set up, record steps with prompts as one graph.
+
+    Where they stay in pieces, attention of steps with prompts may still take the number of splits
+    that it chooses.
+    """
+    reason, manager = why_pieces(runner), runner.cudagraph_manager
+    if reason is None:
+        record_whole(manager)
+    else:
         logger.info_once("oss_fused: steps with prompts are recorded in pieces: %s", reason)
+    if manager is None:
         return
-    manager: Any = runner.cudagraph_manager
-    record_whole(manager)
-    # steps that verify drafts may be larger than WHOLE_TOKENS
+    # attention is in a graph where all of a step is: steps that verify drafts may be the largest
     sizes = [each.num_tokens for each in manager._capture_descs.get(CUDAGraphMode.FULL, ())]
     for groups in runner.attn_groups:
         for group in groups:
             for builder in group.metadata_builders:
-                # up to this size FlashAttention gets memory for 32 splits: 2 GiB at GRAPH_TOKENS
-                builder.max_cudagraph_size = max(sizes, default=0)
+                if hasattr(builder, "max_cudagraph_size"):
+                    # up to this size FlashAttention gets memory for 32 splits: 4 GiB at
+                    # GRAPH_TOKENS
+                    builder.max_cudagraph_size = max(sizes, default=0)
 
 
 def why_pieces(runner: GPUModelRunner) -> str | None:

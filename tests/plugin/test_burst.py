@@ -73,7 +73,7 @@ def read(scheduler, number):
 
 def test_short_prompts_fill_no_more_than_a_graph(config):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
-    scheduler.graph_tokens = 32
+    scheduler.most_short = 32
     for name in "abcdef":
         add(scheduler, name, list(range(7)), 9)
     # the first prompts' tokens come with the first step
@@ -86,7 +86,7 @@ def test_short_prompts_fill_no_more_than_a_graph(config):
 @pytest.mark.parametrize("tokens", [8, 9])
 def test_prompts_above_a_quarter_of_a_graph_are_not_cut(config, tokens):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
-    scheduler.graph_tokens = 32
+    scheduler.most_short = 32
     for name in "abcdef":
         add(scheduler, name, list(range(tokens)), 9)
     assert sum(read(scheduler, 1)[0].values()) == (32 if tokens == 8 else 54)
@@ -94,18 +94,18 @@ def test_prompts_above_a_quarter_of_a_graph_are_not_cut(config, tokens):
 
 def test_the_rest_of_a_long_prompt_is_not_cut(config):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
-    scheduler.graph_tokens = 32
+    scheduler.most_short = 32
     for name, tokens in (("a", 130), ("b", 5), ("c", 5)):
         add(scheduler, name, list(range(tokens)), 9)
     # with 2 tokens left of the first one, the others are short
     assert read(scheduler, 3) == [{"a": 64}, {"a": 64}, {"a": 2, "b": 5, "c": 5}]
 
 
-def test_the_largest_graph_limits_only_where_it_is_worth_it(config, monkeypatch):
+def test_steps_of_short_prompts_are_limited_only_where_it_is_worth_it(config, monkeypatch):
     graphs = config.compilation_config
     for mode, sizes, most in [
         (CUDAGraphMode.FULL_AND_PIECEWISE, [1, 8, 4096], 4096),
-        (CUDAGraphMode.FULL, [8192, 1], 8192),
+        (CUDAGraphMode.FULL, [8192, 1], 4096),
         (CUDAGraphMode.PIECEWISE, [1, 512], sys.maxsize),
         (CUDAGraphMode.FULL_DECODE_ONLY, [1, 4096], sys.maxsize),
         (CUDAGraphMode.NONE, [], sys.maxsize),
@@ -113,13 +113,13 @@ def test_the_largest_graph_limits_only_where_it_is_worth_it(config, monkeypatch)
     ]:
         monkeypatch.setattr(graphs, "cudagraph_mode", mode)
         monkeypatch.setattr(graphs, "cudagraph_capture_sizes", sizes)
-        assert make(config, BurstScheduler, small()).graph_tokens == most
+        assert make(config, BurstScheduler, small()).most_short == most
 
 
 def test_prompts_are_read_beside_many_requests_that_decode(config):
     """With 3 drafts they fill more than half of a graph."""
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
-    scheduler.graph_tokens, scheduler.num_spec_tokens = 32, 3
+    scheduler.most_short, scheduler.num_spec_tokens = 32, 3
     for name in "abcde":
         add(scheduler, name, [1, 2, 3], 40)
     read(scheduler, 2)
@@ -135,10 +135,10 @@ def test_no_limit_where_prompts_may_not_be_cut(config, changes, monkeypatch):
     """One that is longer than the graph would wait while the request before it waits, too."""
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE)
     monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 4096])
-    assert make(config, BurstScheduler, small()).graph_tokens == 4096
+    assert make(config, BurstScheduler, small()).most_short == 4096
     for name, value in changes.items():
         monkeypatch.setattr(config.scheduler_config, name, value)
-    assert make(config, BurstScheduler, small()).graph_tokens == sys.maxsize
+    assert make(config, BurstScheduler, small()).most_short == sys.maxsize
 
 
 def test_a_full_server_goes_on_in_bursts(config):

@@ -50,12 +50,17 @@ def prompts(**changes):
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_attention_of_the_sampled_rows(window, fp8, sinks):
+def test_attention_of_the_sampled_rows(window, fp8, sinks, monkeypatch):
     (layer,) = adopted(implementation(window, fp8, sinks))
     layer.impl.is_last = True
     (query, cache), told = inputs(fp8, sum(NEW)), prompts()
     output = torch.full((sum(NEW), HEADS, SIZE), 7.0, dtype=torch.bfloat16)
+    # graphs in pieces, which have recorded all rows behind attention
+    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
     assert layer.impl.forward(layer, query, None, None, cache, told, output) is output
+    assert context.cudagraph_runtime_mode == CUDAGraphMode.NONE
     few = query.float()[SAMPLED].to(query.dtype)
     want = expected(few, cache, told.block_table, window, fp8, layer.impl.sinks, LENGTHS)
     torch.testing.assert_close(output[SAMPLED], want, rtol=2**-7, atol=2**-7)
@@ -211,6 +216,8 @@ def batch(**changes):
 def test_rows_of_a_step_with_prompts():
     assert sampled_rows(runner(), batch(), CUDAGraphMode.NONE) is SAMPLED
     assert sampled_rows(runner(), batch(num_tokens=6), CUDAGraphMode.NONE) is SAMPLED
+    # more tokens: the piece behind the last attention runs without its graph
+    assert sampled_rows(runner(), batch(num_tokens=4097), CUDAGraphMode.PIECEWISE) is SAMPLED
     # a request that decodes has its prompt's log-probabilities
     assert sampled_rows(runner(uses=(True, False, False)), batch(), CUDAGraphMode.NONE) is SAMPLED
 
@@ -218,8 +225,9 @@ def test_rows_of_a_step_with_prompts():
 @pytest.mark.parametrize(
     ("of_runner", "of_batch", "mode"),
     [
-        ({}, {}, "PIECEWISE"),
+        ({}, {"num_tokens": 4096}, "PIECEWISE"),
         ({}, {}, "FULL"),
+        ({}, {"num_tokens": 4097}, "FULL"),
         ({}, {"has_prefill": False}, "NONE"),
         ({}, {"num_draft_tokens": 1}, "NONE"),
         ({}, {"num_tokens": 5}, "NONE"),
@@ -251,6 +259,9 @@ def test_the_model_state_names_the_rows_of_the_step(monkeypatch):
     state.sampled = SAMPLED
     state.prepare_attn(batch, CUDAGraphMode.NONE, ())
     assert noted_rows(made["last"]) is SAMPLED and noted_rows(made["draft"]) is None
+    made["last"] = SimpleNamespace()
+    state.prepare_attn(batch, CUDAGraphMode.PIECEWISE, ())
+    assert noted_rows(made["last"]) is SAMPLED
     made["last"] = SimpleNamespace()
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         state.prepare_attn(batch, mode, (), for_capture=True)

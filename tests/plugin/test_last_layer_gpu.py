@@ -11,18 +11,25 @@ from vllm import SamplingParams
 
 from oss_fused.layers.vllm import attention, sampled_rows
 from oss_fused.layers.vllm.experts import mxfp4
+from oss_fused.plugin import last_layer
 from tests.plugin.conftest import GRAPHS, PROMPT, build, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
 
-# a decode step has a graph, and steps with prompts have none
-MODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-OPTIONS = GRAPHS | {"compilation_config": MODE}
+LENGTHS = (50, 3, 31)
+# rows of the step that reads the prompts -> its graphs: none, as only decode steps have them; or
+# pieces with padding, of which the last one is left out
+MODES = {
+    sum(LENGTHS): {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+    128: {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 128]},
+}
 
 
+@pytest.mark.parametrize("rows_of_step", MODES)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_last_layer_of_sampled_rows(family, tmp_path, engine, monkeypatch):
+def test_last_layer_of_sampled_rows(family, rows_of_step, tmp_path, engine, monkeypatch):
     """First tokens are those of all rows, which a prompt's log-probabilities ask for."""
+    monkeypatch.setattr(last_layer, "_PIECE_TOKENS", 0)
     taken = []
 
     def take(x, rows):
@@ -36,9 +43,9 @@ def test_last_layer_of_sampled_rows(family, tmp_path, engine, monkeypatch):
         to_mxfp4(folder) if family == "gpt_oss" else folder,
         quantization="oss_fp8",
         enable_prefix_caching=False,
-        **OPTIONS,
+        **(GRAPHS | {"compilation_config": MODES[rows_of_step]}),
     )
-    prompts = [{"prompt_token_ids": (PROMPT * 5)[:length]} for length in (50, 3, 31)]
+    prompts = [{"prompt_token_ids": (PROMPT * 5)[:length]} for length in LENGTHS]
     first = []
     for all_rows in (False, True):
         params = SamplingParams(
@@ -53,8 +60,8 @@ def test_last_layer_of_sampled_rows(family, tmp_path, engine, monkeypatch):
             assert not taken
             continue
         # attention, and in gpt-oss the experts' input and their logits
-        tokens = sum(len(each["prompt_token_ids"]) for each in prompts)
-        assert sum(rows for rows, _ in taken) == tokens * (3 if family == "gpt_oss" else 1)
+        tensors = 3 if family == "gpt_oss" else 1
+        assert sum(rows for rows, _ in taken) == rows_of_step * tensors
         taken.clear()
     # another kernel's attention; a code that flips moves a log-probability by about 0.1
     assert first[0] == pytest.approx(first[1], abs=0.15)

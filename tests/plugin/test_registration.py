@@ -288,11 +288,12 @@ def test_graphs_of_gpt_oss(given):
 @pytest.mark.parametrize(
     ("changes", "graphs", "largest"),
     [
-        ({}, {}, 4096),
+        ({}, {}, 8192),
+        ({"max_num_batched_tokens": 16384}, {}, 8192),
         ({"max_num_batched_tokens": 300}, {}, 300),
         ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
-        ({"drafts": (3, False)}, {}, 4096),
+        ({"drafts": (3, False)}, {}, 8192),
         ({"drafts": (3, True)}, {}, None),
         ({"quantization": "fp8"}, {}, None),
         ({"options": {"short_step": False}}, {}, None),
@@ -300,6 +301,7 @@ def test_graphs_of_gpt_oss(given):
     ],
     ids=[
         "default",
+        "larger steps",
         "small steps",
         "the user's",
         "the user's sizes",

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.attention import MOST_WINDOW
 from oss_fused.layers.vllm.fresh_rows import is_fresh
-from oss_fused.layers.vllm.sampled_rows import noted_rows, take_rows
+from oss_fused.layers.vllm.sampled_rows import leave_graphs, noted_rows, take_rows
 from oss_fused.layers.vllm.warmup import is_new, when_ready
 
 FP8 = torch.float8_e4m3fn
@@ -85,6 +85,7 @@ class OssAttentionImpl(FlashAttentionImpl):
             self._decode(layer, take_rows(query, sampled), kv_cache, attn_metadata, attended, False)
             # the other rows go through the rest of the layer, and nothing reads what comes of them
             output.zero_().index_copy_(0, sampled, attended)
+            leave_graphs()
         elif native and attn_metadata.max_query_len <= self.max_queries:
             rows, several = attn_metadata.num_actual_tokens, attn_metadata.max_query_len > 1
             self._decode(layer, query[:rows], kv_cache, attn_metadata, output[:rows], several)

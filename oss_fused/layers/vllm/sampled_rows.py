@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 _NOTED = "oss_sampled_rows"
@@ -39,6 +40,12 @@ def rows_of_step(layer_name: str) -> torch.Tensor | None:
         return None
     metadata = get_forward_context().attn_metadata
     return noted_rows(metadata.get(layer_name)) if isinstance(metadata, dict) else None
+
+
+def leave_graphs() -> None:
+    """Run the rest of the step's model without CUDA graphs, which would compute all rows."""
+    if is_forward_context_available():
+        get_forward_context().cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
