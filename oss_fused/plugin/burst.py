@@ -226,8 +226,8 @@ class BurstScheduler(AsyncScheduler):
 def most_short_tokens(config: VllmConfig) -> int:
     """Tokens of a step that reads short prompts, at most; sys.maxsize without a limit.
 
-    Several steps of SHORT_PROMPTS tokens take no longer than one of their sum (docs/decode.md). Of
-    smaller steps each reads all weights for fewer tokens, and without graphs the host takes longer.
+    Of smaller steps each reads all weights for fewer tokens, and without graphs the host takes
+    longer.
     A prompt or an input of an encoder that vLLM may not cut could not follow a short one that is
     blocked.
     """

@@ -52,7 +52,9 @@ READ = {
         "_ptr device disabled fully_connected group rank world_size"
     ),
     "vllm.distributed.parallel_state:GroupCoordinator": "device_communicator",
+    "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled": "",
     "vllm.envs:VLLM_BATCH_INVARIANT": "",
+    "vllm.envs:VLLM_USE_V2_MODEL_RUNNER": "",
     "vllm.envs:VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "",
     f"{_LAYERS}.activation:SiluAndMul": "",
     f"{_LAYERS}.attention:Attention": (

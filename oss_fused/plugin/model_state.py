@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -112,8 +113,11 @@ class OssModelState(DefaultModelState):
         make = functools.partial(super().prepare_attn, input_batch, cudagraph_mode, *args, **kwargs)
         if not replayed or not decodes or self.metadata_is_read:
             metadata = make()
-            # a graph that is recorded will run other steps; vLLM says NONE while it records
-            in_graph = cudagraph_mode == CUDAGraphMode.FULL or kwargs.get("for_capture")
+            # a graph that is recorded will run other steps; vLLM says NONE while it records, and
+            # breakable graphs, which call attention between their pieces, have recorded its inputs
+            breakable = is_breakable_cudagraph_enabled() and cudagraph_mode != CUDAGraphMode.NONE
+            whole = cudagraph_mode == CUDAGraphMode.FULL
+            in_graph = whole or breakable or kwargs.get("for_capture")
             if not in_graph and self.sampled is not None:
                 note_rows(metadata[self.model.last_attention], self.sampled)
             if not in_graph and not input_batch.num_computed_tokens_np.any():

@@ -180,10 +180,38 @@ def shorten_steps(vllm_config: VllmConfig) -> None:
     changing = drafts is not None and drafts.uses_dynamic_speculative_decoding()
     if chosen == (None, None) and not changing:
         graphs.cudagraph_capture_sizes = graph_sizes(
-            scheduler.max_num_batched_tokens,
+            min(scheduler.max_num_batched_tokens, _most_graph_tokens(vllm_config)),
             scheduler.max_num_seqs,
             1 if drafts is None else 1 + drafts.num_speculative_tokens,
         )
+
+
+def _most_graph_tokens(config: VllmConfig) -> int:
+    """Tokens of the largest step that replays graphs.
+
+    Fewer with another scheduler or worker and with vLLM's older model runner: nothing keeps
+    FlashAttention there from taking memory for 32 splits of every step that has a graph. Graphs
+    that hold attention need that memory. LoRA has a set of graphs for each number of adapters. Data
+    parallel ranks all compute as many tokens as the largest of their graphs has. Larger steps with
+    drafts were not measured.
+    """
+    from vllm import envs
+    from vllm.config.compilation import CUDAGraphMode
+
+    from oss_fused.plugin.burst import WORKER
+    from oss_fused.plugin.step_graphs import CAUTIOUS_TOKENS, GRAPH_TOKENS
+
+    parallel, mode = config.parallel_config, config.compilation_config.cudagraph_mode
+    cautious = (
+        config.scheduler_config.scheduler_cls != SCHEDULER
+        or parallel.worker_cls not in ("auto", WORKER)
+        or envs.VLLM_USE_V2_MODEL_RUNNER is False
+        or (mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL)
+        or config.lora_config is not None
+        or parallel.data_parallel_size > 1
+        or config.speculative_config is not None
+    )
+    return CAUTIOUS_TOKENS if cautious else GRAPH_TOKENS
 
 
 def choose_worker(vllm_config: VllmConfig, burst: int | str) -> None:

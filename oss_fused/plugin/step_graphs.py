@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # tokens of the largest step that replays graphs
 GRAPH_TOKENS = 8192
+# and where larger graphs cost more than they save (registration.py)
+CAUTIOUS_TOKENS = 4096
 # tokens of the largest step that is one graph: with more, the device takes longer than the host
 WHOLE_TOKENS = 1024
 # tokens of the smallest one: more than decode attention takes of a sequence, so that a recorded
@@ -62,8 +64,8 @@ def _spacing(size: int) -> int:
 def use_whole_graphs(runner: GPUModelRunner) -> None:
     """Have ``runner``, whose caches are set up, record steps with prompts as one graph.
 
-    Where they stay in pieces, attention of steps with prompts may still take the number of splits
-    that it chooses.
+    Where they stay in pieces, attention of steps above the largest decode graph may take the number
+    of splits that it chooses.
     """
     reason, manager = why_pieces(runner), runner.cudagraph_manager
     if reason is None:

@@ -261,7 +261,7 @@ def prefill_us(arm: str) -> float:
 def decode() -> Passages:
     found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode() + other_runs.newest() + other_runs.slow_rounds()
-    found += other_runs.short_run() + other_runs.newest_llama()
+    found += other_runs.short_run() + other_runs.newest_llama() + other_runs.prompts()
     found += step_kernels.passages()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"

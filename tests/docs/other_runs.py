@@ -46,6 +46,30 @@ def newest() -> Passages:
     ]
 
 
+def prompts() -> Passages:
+    """decode.md's prompts of gpt-oss that replay graphs."""
+    alone, baseline = "prefill_gpt_oss_20b_no_graph", "prefill_gpt_oss_20b"
+    without = _cells(alone)[1, 8192]["arms"]
+    cell = _cells(baseline)[1, 8192]
+    arms = cell["arms"]
+    own = [arms["oss_fp8"][figure] for figure in ("ms", "min", "max")]
+    profiles = load(f"h200/{baseline}/results.json")["profiles"]
+    whole = next(p for p in profiles if (p["context"], p["arm"]) == (8192, "oss_fp8"))
+    return [
+        (
+            "{:.1f} ms with one, {:.1f} without",
+            [without[arm]["ms"] for arm in ("oss_fp8", "no_graph")],
+        ),
+        ("{:.1f} ms with one (rounds of {:.1f} to {:.1f})", own),
+        (
+            "the baseline {:.1f} without and {:.1f} with one",
+            [arms[arm]["ms"] for arm in ("triton", "triton_graph")],
+        ),
+        ("by default ({:.2f}x", [cell["speedup"]]),
+        ("report.md)); the kernels took {:.1f} ms.", [whole["busy_us"] / 1e3]),
+    ]
+
+
 def newest_llama() -> Passages:
     """decode.md's steps and prompt of the newest run of Llama."""
     cells = _cells("decode_llama_8b_newest")

@@ -71,7 +71,7 @@ def read(scheduler, number):
     return tokens
 
 
-def test_short_prompts_fill_no_more_than_a_graph(config):
+def test_short_prompts_fill_no_more_than_their_limit(config):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
     scheduler.most_short = 32
     for name in "abcdef":
@@ -84,7 +84,7 @@ def test_short_prompts_fill_no_more_than_a_graph(config):
 
 
 @pytest.mark.parametrize("tokens", [8, 9])
-def test_prompts_above_a_quarter_of_a_graph_are_not_cut(config, tokens):
+def test_prompts_above_a_quarter_of_the_limit_are_not_cut(config, tokens):
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
     scheduler.most_short = 32
     for name in "abcdef":
@@ -117,7 +117,7 @@ def test_steps_of_short_prompts_are_limited_only_where_it_is_worth_it(config, mo
 
 
 def test_prompts_are_read_beside_many_requests_that_decode(config):
-    """With 3 drafts they fill more than half of a graph."""
+    """With 3 drafts they fill more than half of the limit."""
     scheduler = make(config, BurstScheduler, small(burst=1, budget=64, caching=False))
     scheduler.most_short, scheduler.num_spec_tokens = 32, 3
     for name in "abcde":
@@ -132,7 +132,7 @@ def test_prompts_are_read_beside_many_requests_that_decode(config):
     "changes", [{"enable_chunked_prefill": False}, {"disable_chunked_mm_input": True}]
 )
 def test_no_limit_where_prompts_may_not_be_cut(config, changes, monkeypatch):
-    """One that is longer than the graph would wait while the request before it waits, too."""
+    """One that is longer than the limit would wait while the request before it waits, too."""
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.PIECEWISE)
     monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 4096])
     assert make(config, BurstScheduler, small()).most_short == 4096

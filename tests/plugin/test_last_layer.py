@@ -266,3 +266,7 @@ def test_the_model_state_names_the_rows_of_the_step(monkeypatch):
     for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         state.prepare_attn(batch, mode, (), for_capture=True)
     assert noted_rows(made["last"]) is None
+    # graphs that call attention between their pieces have recorded its inputs for all rows
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    state.prepare_attn(batch, CUDAGraphMode.PIECEWISE, ())
+    assert noted_rows(made["last"]) is None

@@ -65,6 +65,8 @@ def test_metadata_only_where_it_is_read(mode, configured, for_capture, read, lef
     ("mode", "computed", "for_capture", "fresh"),
     [
         ("NONE", (0, 0), False, True),
+        # its pieces have recorded what attention, which is called between them, gets
+        ("BREAKABLE", (0,), False, False),
         ("PIECEWISE", (0,), False, True),
         # a prompt's second part or cached beginning, a sequence that decodes
         ("NONE", (0, 16), False, False),
@@ -84,6 +86,9 @@ def test_a_step_in_which_all_sequences_begin_is_noted(
     state.metadata_is_read = True
     compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     state.vllm_config = SimpleNamespace(compilation_config=compilation)
+    if mode == "BREAKABLE":
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        mode = "PIECEWISE"
     found = state.prepare_attn(batch(*computed), CUDAGraphMode[mode], (), for_capture=for_capture)
     assert [is_fresh(each) for each in found.values()] == [fresh, fresh]
 

@@ -11,11 +11,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.config import GptOssForCausalLMConfig
 
 import oss_fused
 from oss_fused.errors import BackendUnavailableError, SchemeError, UnsupportedDeviceError
-from oss_fused.plugin import burst_metrics, compat
+from oss_fused.plugin import burst_metrics, compat, registration
 from oss_fused.plugin.burst import WORKER
 from oss_fused.plugin.config import OssFp8Config
 from oss_fused.plugin.registration import (
@@ -235,7 +236,11 @@ def test_which_worker(options, changes, chosen, monkeypatch):
     monkeypatch.delenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", raising=False)
     monkeypatch.setattr(burst_metrics, "count_bursts", lambda: counted.append(1))
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: changes.get("on_gpu", True))
-    sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None}
+    sizes = {
+        "cudagraph_capture_sizes": None,
+        "max_cudagraph_capture_size": None,
+        "cudagraph_mode": None,
+    }
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             quantization="oss_fp8", runner_type=changes.get("runner_type", "generate")
@@ -248,7 +253,10 @@ def test_which_worker(options, changes, chosen, monkeypatch):
             max_num_seqs=256,
         ),
         compilation_config=SimpleNamespace(**sizes),
-        parallel_config=SimpleNamespace(worker_cls=changes.get("worker_cls", "auto")),
+        parallel_config=SimpleNamespace(
+            worker_cls=changes.get("worker_cls", "auto"), data_parallel_size=1
+        ),
+        lora_config=None,
         speculative_config=None,
     )
     prepare_server(config)
@@ -274,7 +282,9 @@ def test_graphs_of_gpt_oss(given):
     graphs = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": given}
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(**scheduler),
-        compilation_config=SimpleNamespace(**graphs),
+        compilation_config=SimpleNamespace(**graphs, cudagraph_mode=None),
+        parallel_config=SimpleNamespace(worker_cls="auto", data_parallel_size=1),
+        lora_config=None,
         structured_outputs_config=SimpleNamespace(reasoning_parser=""),
         speculative_config=None,
     )
@@ -291,30 +301,36 @@ def test_graphs_of_gpt_oss(given):
         ({}, {}, 8192),
         ({"max_num_batched_tokens": 16384}, {}, 8192),
         ({"max_num_batched_tokens": 300}, {}, 300),
+        ({}, {"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, 8192),
+        ({}, {"cudagraph_mode": CUDAGraphMode.FULL}, 4096),
+        ({"worker_cls": "my.Worker"}, {}, 4096),
+        ({"scheduler_cls": "my.Scheduler"}, {}, 4096),
+        ({"v2": "0"}, {}, 4096),
+        ({"v2": "1"}, {}, 8192),
+        ({"lora_config": object()}, {}, 4096),
+        ({"data_parallel_size": 2}, {}, 4096),
+        ({"drafts": (3, False)}, {}, 4096),
+        ({"drafts": (3, True)}, {}, None),
+        # what the user says
         ({}, {"max_cudagraph_capture_size": 64}, None),
         ({}, {"cudagraph_capture_sizes": [1, 2]}, None),
-        ({"drafts": (3, False)}, {}, 8192),
-        ({"drafts": (3, True)}, {}, None),
+        # another method, switched off, a draft model
         ({"quantization": "fp8"}, {}, None),
         ({"options": {"short_step": False}}, {}, None),
         ({"runner_type": "draft"}, {}, None),
     ],
-    ids=[
-        "default",
-        "larger steps",
-        "small steps",
-        "the user's",
-        "the user's sizes",
-        "with drafts",
-        "with a changing number of drafts",
-        "not ours",
-        "switched off",
-        "a draft",
-    ],
 )
-def test_graphs_of_larger_steps(changes, graphs, largest):
+def test_graphs_of_larger_steps(changes, graphs, largest, monkeypatch):
+    monkeypatch.setattr(registration, "choose_worker", lambda *_: None)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if "v2" in changes:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", changes["v2"])
     drafts = changes.get("drafts")
-    sizes = {"cudagraph_capture_sizes": None, "max_cudagraph_capture_size": None} | graphs
+    sizes = {
+        "cudagraph_capture_sizes": None,
+        "max_cudagraph_capture_size": None,
+        "cudagraph_mode": None,
+    } | graphs
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             quantization=changes.get("quantization", "oss_fp8"),
@@ -323,12 +339,16 @@ def test_graphs_of_larger_steps(changes, graphs, largest):
         load_config=AUTO,
         additional_config={"oss_fused": changes.get("options", {})},
         scheduler_config=SimpleNamespace(
-            scheduler_cls=None,
+            scheduler_cls=changes.get("scheduler_cls"),
             max_num_batched_tokens=changes.get("max_num_batched_tokens", 8192),
             max_num_seqs=256,
         ),
         compilation_config=SimpleNamespace(**sizes),
-        parallel_config=SimpleNamespace(worker_cls="my.Worker"),
+        parallel_config=SimpleNamespace(
+            worker_cls=changes.get("worker_cls", "auto"),
+            data_parallel_size=changes.get("data_parallel_size", 1),
+        ),
+        lora_config=changes.get("lora_config"),
         speculative_config=drafts and _drafts(*drafts),
     )
     prepare_server(config)

@@ -43,7 +43,7 @@ def rows_of_step(layer_name: str) -> torch.Tensor | None:
 
 
 def leave_graphs() -> None:
-    """Run the rest of the step's model without CUDA graphs, which would compute all rows."""
+    """Run the rest of the step's model without CUDA graphs, whose experts compute all rows."""
     if is_forward_context_available():
         get_forward_context().cudagraph_runtime_mode = CUDAGraphMode.NONE
 
