@@ -122,7 +122,7 @@ class BurstScheduler(AsyncScheduler):
 
         Where many arrive, the first of them decode while the others are read. A longer prompt would
         often be cut, and its first token wait for one step more. Where decoding requests fill more
-        than half of a step, prompts would hardly be read.
+        than half of these tokens, prompts would hardly be read.
         """
         if not self.waiting or 2 * len(self.running) * (1 + self.num_spec_tokens) > self.most_short:
             return False
@@ -226,8 +226,7 @@ class BurstScheduler(AsyncScheduler):
 def most_short_tokens(config: VllmConfig) -> int:
     """Tokens of a step that reads short prompts, at most; sys.maxsize without a limit.
 
-    Of smaller steps each reads all weights for fewer tokens, and without graphs the host takes
-    longer.
+    Each smaller step reads all weights for fewer tokens, and without graphs the host takes longer.
     A prompt or an input of an encoder that vLLM may not cut could not follow a short one that is
     blocked.
     """

@@ -18,7 +18,7 @@ from oss_fused.layers.vllm.attention import OssAttentionImpl
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
 from oss_fused.quant.settings import ServingOptions
 
-# tokens above which that piece, in graphs, takes the device longer than its launches take the host
+# tokens above which that piece runs without its graph: in short steps the host would be the slower
 _PIECE_TOKENS = 4096
 
 

@@ -125,6 +125,13 @@ def test_graphs_that_verify_drafts_get_memory_for_splits():
     assert max(sizes) == 2048 == runner.builder.max_cudagraph_size
 
 
+def test_builders_of_other_attention_are_left_alone():
+    runner = _runner(support=AttentionCGSupport.UNIFORM_BATCH)
+    del runner.builder.max_cudagraph_size
+    use_whole_graphs(runner)
+    assert not hasattr(runner.builder, "max_cudagraph_size")
+
+
 def test_the_largest_graph_is_recorded_first_and_each_once():
     manager = _manager(graph_sizes(8192, 1024), 1024)
     pieces = len(manager._capture_descs[PIECES])
