@@ -87,11 +87,13 @@ def _request_tokens(a_desc, ring, slot, at, step, pred, SLABS: gl.constexpr):
 
 @gluon.jit
 def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexpr):
-    """The loading warp: ``k`` columns of tokens and weights from the rows ``first`` of each.
+    """The loading warp: ``k`` columns of tokens and weights.
 
-    ``steps``: rows and columns from one box of a tile of tokens to the next, and of weights.
-    Without ``a_desc`` the multiplying warps have the tokens.
+    ``first``: row of the tokens, row of the weights, and column of both. ``steps``: rows and
+    columns from one box of a tile of tokens to the next, and of weights. Without ``a_desc`` the
+    multiplying warps have the tokens.
     """
+    first_row, first_n, first_k = first
     tokens, weights, full, empty = ring
     STAGES: gl.constexpr = full.type.shape[0]
     SLABS: gl.constexpr = weights.type.shape[0] // STAGES
@@ -102,7 +104,8 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     for slot in gl.static_range(STAGES):
         start = slot * STEP
         mbarrier.expect(full.index(slot), TILE_ROWS * STEP, pred=start < k)
-        _request_weights(b_desc, ring, slot, (first[1], start), steps[1], start < k, SLABS)
+        place = (first_n, first_k + start)
+        _request_weights(b_desc, ring, slot, place, steps[1], start < k, SLABS)
     if a_desc is not None:
         # a box outside of the tensor reads no input, and has the descriptor in its cache from here
         # on
@@ -114,16 +117,19 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     if a_desc is not None:
         for slot in gl.static_range(STAGES):
             start = slot * STEP
-            _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], start < k, SLABS)
+            place = (first_row, first_k + start)
+            _request_tokens(a_desc, ring, slot, place, steps[0], start < k, SLABS)
     if len(empty) > 0:
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
         for start in range(STAGES * STEP, k, STEP):
             mbarrier.wait(empty[0].index(slot), phase)
             mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
-            _request_weights(b_desc, ring, slot, (first[1], start), steps[1], True, SLABS)
+            place = (first_n, first_k + start)
+            _request_weights(b_desc, ring, slot, place, steps[1], True, SLABS)
             if a_desc is not None:
-                _request_tokens(a_desc, ring, slot, (first[0], start), steps[0], True, SLABS)
+                place = (first_row, first_k + start)
+                _request_tokens(a_desc, ring, slot, place, steps[0], True, SLABS)
             slot, phase = next_slot(slot, phase, STAGES)
 
 

@@ -33,7 +33,12 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from oss_fused.layers.vllm.all_reduce import adopt_all_reduce
 from oss_fused.layers.vllm.attention import adopt_attention
-from oss_fused.layers.vllm.decoder import OssTransformerBlock, fuse_decoder_layers
+from oss_fused.layers.vllm.decoder import (
+    DENSE_LAYERS,
+    OssTransformerBlock,
+    fuse_decoder_layers,
+)
+from oss_fused.layers.vllm.dense_mlp import join_mlps, warm_mlp
 from oss_fused.layers.vllm.experts.block import join_blocks, warm_block
 from oss_fused.layers.vllm.experts.choice import warm_router
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
@@ -100,6 +105,7 @@ class _OssModel(nn.Module):
         if options.fused_layers:
             fuse_decoder_layers(self.model.layers)
             join_blocks(self.model, OssTransformerBlock, vllm_config, options)
+            join_mlps(self.model, DENSE_LAYERS, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
         # a draft model, whose options are the defaults, sums with the served model's communicator
@@ -144,6 +150,8 @@ class _OssModel(nn.Module):
                 if type(block) is OssTransformerBlock:
                     warm_router(block.post_attention_layernorm, block.mlp, max_tokens())
                     warm_block(block, max_tokens())
+                elif type(block) in DENSE_LAYERS:
+                    warm_mlp(block, max_tokens())
             finish()
             monitor.install(self, get_current_vllm_config(), self.options)
 

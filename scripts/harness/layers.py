@@ -151,10 +151,8 @@ class Step:
             else:
                 codes, scale, levels = ready
             x = self._attention(index, codes, scale, levels)
-            if self.chain.shape.experts:
-                *ready, residual = self._experts(index, x, residual)
-            else:
-                x, residual = self._dense(layer, x, residual)
+            mlp = self._experts if self.chain.shape.experts else self._dense
+            *ready, residual = mlp(index, x, residual)
         return residual
 
     def _attention(
@@ -180,13 +178,19 @@ class Step:
         return ops.fp8_linear(rows, weight, weight_scale, None, bias, True, BF16_ROWS)
 
     def _dense(
-        self, layer: dict[str, Any], x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scale and levels of the next layer's input, and the residual."""
+        layer = self.chain.layers[index]
+        following = self.chain.layers[(index + 1) % len(self.chain.layers)]
         norm = (layer["second_gain"], EPS, None, False, True)
         codes, scale, residual, _, _ = ops.add_rms_norm_quant(x, residual, *norm)
         weight, weight_scale = layer["gate_up"]
-        gate_up = (codes, weight, scale, weight_scale)
-        return ops.mlp_fp8(*gate_up, *layer["down"], None, BF16, "silu", True), residual
+        codes, scale, residual, levels = ops.mlp_norm(
+            codes, weight, scale, weight_scale, *layer["down"], None, residual, following["gain"],
+            EPS, None, "silu", True, BF16_ROWS,
+        )  # fmt: skip
+        return codes, scale, levels, residual
 
     def _experts(
         self, index: int, x: torch.Tensor, residual: torch.Tensor

@@ -69,6 +69,13 @@ def mlp(rows: int, hidden: int = 4096, inter: int = 14336) -> None:
     get_kernel("triton", "mlp_fp8")(x, *weights, None, BF16, "silu", True)
 
 
+def mlp_norm(rows: int, hidden: int = 4096, inter: int = 14336) -> None:
+    (x, x_scale), gate_up = codes(rows, hidden), codes(2 * inter, hidden)
+    weights = (gate_up[0], x_scale, gate_up[1], *codes(hidden, inter))
+    norm = (empty(rows, hidden), empty(hidden), 1e-5, None)
+    get_kernel("triton", "mlp_norm")(x, *weights, None, *norm, "silu", True, 8)
+
+
 def weight_only(rows: int, n: int = 6144, k: int = 4096) -> None:
     w, scale = codes(n, k)
     get_kernel("triton", "weight_only_linear")(empty(rows, k), w, scale, None, True)
@@ -197,6 +204,7 @@ SHORT: dict[str, functools.partial[None]] = {
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
     **{f"mlp {rows}": call(mlp, rows) for rows in (1, 64, 257)},
+    **{f"mlp and norm {rows}": call(mlp_norm, rows) for rows in (1, 64)},
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),

@@ -110,6 +110,24 @@ def test_slices_of_two_levels(hopper, slices, m, n, k, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", [CONFIGS[i][1] for i in (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 100, 272), (33, 257, 2880), (128, 4096, 14336)])
+def test_parts_of_k_in_sums_of_their_own(hopper, config, splits, m, n, k):
+    """Parts that K does not fill, and the bias in one of them; a NaN stays in its row and part."""
+    a, b, a_scale, b_scale = operands(m, n, k)
+    bias = torch.randn(n, device=CUDA)
+    want = (a.double() @ b.double().t()) * a_scale.double() * b_scale.double().view(1, -1) + bias
+    out = torch.full((splits, m, n), float("nan"), device=CUDA)
+    kernels(CUDA)["stream"](a, b, a_scale, b_scale, bias, out, **config)
+    assert relative_error(out.double().sum(0), want) < 5e-3
+    a.view(torch.uint8)[2, k - 1] = 0x7F
+    kernels(CUDA)["stream"](a, b, a_scale, b_scale, bias, out, **config)
+    bad = out.isnan().flatten(0, 1).any(1)
+    assert bad.sum() == 1 and bad.view(splits, m)[:, 2].any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("n", "k", "config"),
@@ -171,6 +189,32 @@ def test_a_dense_mlp(hopper, m):
         codes, scale = ops.gate_up_quant(*arguments[:4], *arguments[7:])
         want = ops.fp8_gemm(codes, down, scale, down_scale, bias, torch.bfloat16)
         assert relative_error(got, want.double()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 32, 33, 64, 65, 100, 128, 129])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_dense_mlp_and_the_next_norm(hopper, m, static):
+    """From 33 to 128 tokens the norm adds two parts of the down projection's sums."""
+    x, w, x_scale, w_scale = operands(m, 2 * 14336, 4096)
+    _, down, _, down_scale = operands(m, 4096, 14336)
+    w_scale /= 4096
+    down_scale /= 1024
+    residual, gain = torch.randn(m, 4096, device=CUDA), torch.rand(4096, device=CUDA) + 0.5
+    residual, gain = residual.bfloat16(), gain.bfloat16()
+    scale = torch.full((1,), 0.01, device=CUDA) if static else None
+    for bias in (None, torch.randn(4096, device=CUDA)):
+        mlp = (x, w, x_scale, w_scale, down, down_scale, bias)
+        norm = (residual, gain, 1e-5, scale)
+        q, q_scale, added, levels = ops.mlp_norm(*mlp, *norm, "silu", True)
+        out = ops.mlp_fp8(*mlp, torch.bfloat16, "silu", True)
+        want = get_kernel("torch", "add_rms_norm_quant")(out, *norm)
+        assert levels.numel() == 0
+        torch.testing.assert_close(added, want[2], rtol=2**-7, atol=0.03)
+        torch.testing.assert_close(q_scale, want[1], rtol=2**-6, atol=0)
+        assert relative_error(q.double() * q_scale, want[0].double() * want[1]) < 0.02
+        again = ops.mlp_norm(*mlp, *norm, "silu", True)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(again, (q, q_scale, added)))
 
 
 @pytest.mark.gpu

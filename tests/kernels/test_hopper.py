@@ -136,7 +136,7 @@ def test_rings_free_their_stages_where_k_is_longer(case, kernel, frees, compiled
     "case",
     [
         *(f"experts {tokens}" for tokens in (1, 8)),
-        *("mlp 1", "mlp 64", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
+        *("mlp 1", "mlp 64", "mlp and norm 64", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
         "example of add_rms_norm_quant",
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""act_mul_quant, gate_up_quant, mlp_fp8, gated_mlp against their references and formulas."""
+"""act_mul_quant, gate_up_quant, MLPs, gated_mlp against their references and formulas."""
 
 import pytest
 import torch
@@ -211,6 +211,65 @@ def test_mlp_names_what_does_not_fit(device):
         get_kernel("triton", "mlp_fp8")(*operands)
 
 
+def whole_and_norm(tokens, device, scale=None, bf16_rows=0):
+    """Operands of mlp_norm."""
+    operands = whole(tokens, device)
+    residual, gain = rows(tokens, 72, device=device, seed=7), rows(72, device=device, seed=8).abs()
+    return [*operands[:7], residual, gain, 1e-5, scale, "silu", False, bf16_rows]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "levels", "no bias"])
+def test_mlp_norm_is_an_mlp_and_a_norm(backend, tokens, kind, device):
+    scale = torch.full((1,), 0.02, device=device) if kind == "static" else None
+    operands = whole_and_norm(tokens, device, scale, 8 if kind == "levels" else 0)
+    if kind == "no bias":
+        operands[6] = None
+    # rows of a wider tensor
+    operands[7] = torch.cat([operands[7]] * 2, 1)[:, :72]
+    out = get_kernel(backend, "mlp_fp8")(*operands[:7], torch.bfloat16, "silu")
+    q, out_scale, added, _, levels = get_kernel(backend, "add_rms_norm_quant")(
+        out, *operands[7:11], False, False, operands[13]
+    )
+    got = get_kernel(backend, "mlp_norm")(*operands)
+    given = 2 * min(tokens, operands[13]) if tokens <= operands[13] else 0
+    assert got[3].shape == levels.shape
+    for ours, theirs in zip(
+        (*got[:3], got[3][:given]), (q, out_scale, added, levels[:given]), strict=True
+    ):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_mlp_norm_keeps_a_row_that_is_not_finite_to_itself(backend, bad, device):
+    operands = whole_and_norm(3, device)
+    operands[7][1, 5] = bad
+    codes, scale, added, _ = get_kernel(backend, "mlp_norm")(*operands)
+    assert not scale[1].isfinite() and scale[[0, 2]].isfinite().all()
+    assert not added[1, 5].isfinite() and added[[0, 2]].isfinite().all()
+    assert (codes.float() * scale)[[0, 2]].isfinite().all()
+
+
+def test_mlp_norm_names_what_does_not_fit(device):
+    op = get_kernel("triton", "mlp_norm")
+    operands = whole_and_norm(2, device)
+    one = torch.ones(1, device=device)
+    for at, wrong, message in (
+        (7, operands[7][:1], "residual.shape"),
+        (8, operands[8][:5], "gain.shape"),
+        (4, operands[4][:, :16], r"down_weight.shape=.*\[N, 48\]"),
+    ):
+        with pytest.raises(ShapeMismatchError, match=message):
+            op(*operands[:at], wrong, *operands[at + 1 :])
+    with pytest.raises(SchemeError, match="bf16_rows=8: expected 0 with a given scale"):
+        op(*operands[:10], one, *operands[11:13], 8)
+    with pytest.raises(SchemeError, match="activation='relu'"):
+        op(*operands[:11], "relu", *operands[12:])
+
+
 def test_gated_mlp_bad_arguments(device):
     x, w = rows(2, 16, device=device), rows(8, 16, device=device)
     with pytest.raises(ShapeMismatchError, match="up_weight.shape"):
@@ -224,6 +283,9 @@ def test_opcheck(device, check_op):
     check_op(torch.ops.oss_fused.act_mul_quant.default, (x, "silu", None))
     check_op(torch.ops.oss_fused.gate_up_quant.default, (*gate_up(2, 16, 8, device), "silu"))
     check_op(torch.ops.oss_fused.mlp_fp8.default, tuple(whole(2, device)))
+    for scale, levels in ((None, 8), (torch.ones(1, device=device), 0)):
+        operands = whole_and_norm(2, device, scale, levels)
+        check_op(torch.ops.oss_fused.mlp_norm.default, tuple(operands))
     check_op(torch.ops.oss_fused.gated_mlp.default, (x, w, w, None, None, "silu", "up"))
 
 

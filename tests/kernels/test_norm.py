@@ -6,6 +6,7 @@ import torch
 
 import oss_fused.kernels  # noqa: F401
 from oss_fused.errors import ShapeMismatchError
+from oss_fused.kernels.norm.triton import sums_norm_quant
 from oss_fused.kernels.op import get_kernel
 
 EPS = 1e-5
@@ -65,6 +66,22 @@ def test_a_row_has_the_same_bits_in_batches_that_stream(device):
     few = run("triton", x[1020:], r[1020:], w, EPS, None)
     for ours, theirs in zip(many, few):
         assert torch.equal(ours[1020:].view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("hidden", [130, 4096])
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("tokens", [3, 65])
+def test_parts_of_a_sum_are_rounded_together(hidden, static, tokens, device):
+    """Float32 parts far larger than their sum: only a sum before the rounding keeps its bits."""
+    x, r, w = inputs(tokens, hidden, torch.bfloat16, device)
+    large = 256 * torch.randint(-8, 9, x.shape).to(device)
+    parts = torch.stack([large.float(), x.float() - large])
+    x = parts.sum(0).bfloat16()
+    scale = torch.full((1,), 0.01, device=device) if static else None
+    got = sums_norm_quant(parts, r, w, EPS, scale, False, 0)
+    want = run("triton", x, r, w, EPS, scale, False)
+    for ours, theirs in zip(got[:3], want[:3], strict=True):
+        assert torch.equal(ours.float(), theirs.float())
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

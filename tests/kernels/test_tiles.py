@@ -67,6 +67,13 @@ def test_a_long_row_of_few_outputs_is_sliced():
     assert tiles.gemm_rule(1, 4096, 14336)["kernel"] == "gemv"
 
 
+def test_sums_over_a_long_row_are_shared_where_ctas_leave_room():
+    assert [rows for rows in tiles.ROW_BUCKETS if tiles.splits(rows, 4096, 14336)] == [64, 128]
+    assert tiles.splits(33, 4224, 8192) and not tiles.splits(32, 4096, 14336)
+    # more outputs fill the multiprocessors; of fewer columns the sums are most of the bytes
+    assert not tiles.splits(64, 4225, 14336) and not tiles.splits(64, 4096, 8176)
+
+
 @pytest.mark.parametrize(
     "rows,n,columns", [(1024, 5120, 160), (1024, 2880, 192), (1024, 4096, 256)]
 )
@@ -195,6 +202,15 @@ def test_rows_that_no_product_quantises(shape, dtype, block_k, message):
     out = torch.empty(shape[0], 256, dtype=torch.bfloat16)
     with pytest.raises(TritonKernelError, match=message):
         gemm_stream(torch.empty(shape, dtype=dtype), b, None, scale, None, out, 8, 64, block_k, 1)
+
+
+def test_a_row_that_its_product_quantises_is_not_split():
+    pytest.importorskip("triton.experimental.gluon")
+    from oss_fused.kernels.gemm.stream import gemm_stream
+
+    b, scale = torch.empty(256, 512).to(FP8), torch.ones(1)
+    with pytest.raises(TritonKernelError, match="splits=2: expected 1 without a_scale"):
+        gemm_stream(torch.empty(1, 512).bfloat16(), b, None, scale, None, torch.empty(2, 1, 256))
 
 
 def test_one_stage_holds_a_short_row():

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Llama's MLP in decoder layers: one operator, or the separate ones."""
+"""Llama's MLP in decoder layers: one operator, the separate ones, or one with the next norm."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
 
-from oss_fused.layers.vllm import decoder, linear
+from oss_fused.kernels.op import get_kernel
+from oss_fused.layers.vllm import decoder, dense_mlp, linear, warmup
+from oss_fused.layers.vllm.decoder import DENSE_LAYERS, OssMistralDecoderLayer
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
 from oss_fused.quant.scheme import FP8_DYNAMIC
+from oss_fused.quant.settings import ServingOptions
 
 TOKENS, HIDDEN, INNER = 5, 48, 32
 
@@ -54,8 +63,8 @@ class Down:
 
 
 def run(projection, monkeypatch, down=None):
-    key = decoder.kFp8DynamicTokenSym
-    monkeypatch.setattr(decoder, "get_input_quant_key", lambda layer: key)
+    key = kFp8DynamicTokenSym
+    monkeypatch.setattr(dense_mlp, "get_input_quant_key", lambda layer: key)
     joined = torch.ops.oss_fused.mlp_fp8
 
     def mlp_fp8(codes, weight, *rest):
@@ -66,7 +75,7 @@ def run(projection, monkeypatch, down=None):
     monkeypatch.setattr(linear, "_mlp_fp8", mlp_fp8)
     x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     scale = x.float().abs().amax(2, keepdim=True) / 448
-    quantised = decoder.QuantizedActivation(
+    quantised = QuantizedActivation(
         data=(x.float() / scale).to(torch.float8_e4m3fn),
         scale=scale,
         orig_dtype=x.dtype,
@@ -78,7 +87,7 @@ def run(projection, monkeypatch, down=None):
         act_fn=SiluAndMul.__new__(SiluAndMul),
         down_proj=down or Down(),
     )
-    return decoder.gated_mlp(mlp, quantised)
+    return dense_mlp.gated_mlp(mlp, quantised)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -102,3 +111,170 @@ def test_another_method_keeps_its_own_product(monkeypatch):
     projection = Projection()
     run(projection, monkeypatch, Down(Other))
     assert (projection.calls, projection.joined) == (1, 0)
+
+
+class Norm(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        gain = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(seed)) + 0.5
+        self.weight = nn.Parameter(gain.bfloat16(), requires_grad=False)
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x, residual):
+        x = x + residual
+        normed = torch.nn.functional.rms_norm(x.float(), (HIDDEN,), self.weight.float(), 1e-5)
+        return normed.to(x.dtype), x
+
+
+class Linear(nn.Module):
+    """An FP8 projection, as a layer on a GPU sees it; it says which form its input had."""
+
+    skip_bias_add, return_bias, input_is_parallel, reduce_results = False, True, True, False
+
+    def __init__(self, rows, columns, seed, ranks=1, key=kFp8DynamicTokenSym):
+        super().__init__()
+        weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+        codes, scale = get_kernel("torch", "quantize_fp8")(weight, None, "channel")
+        self.weight, self.weight_scale = (nn.Parameter(t, False) for t in (codes, scale))
+        self.bias, self.tp_rank, self.tp_size = None, 0, ranks
+        self.quant_method = OssFp8LinearMethod(FP8_DYNAMIC, True, "projection")
+        self._input_quant_key, self.input_scale = key, torch.full((1,), 0.01)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(type(x).__name__)
+        if isinstance(x, QuantizedActivation) and x.quant_key == kFp8StaticTensorSym:
+            return (x.data.float() * x.scale).bfloat16() @ self.numbers().t(), None
+        return self.quant_method.apply(self, x, self.bias), None
+
+    def numbers(self):
+        return (self.weight.float() * self.weight_scale).bfloat16()
+
+
+class Attention(nn.Module):
+    def __init__(self, seed, key):
+        super().__init__()
+        self.qkv_proj = Linear(HIDDEN, HIDDEN, seed, key=key)
+
+    def forward(self, positions, hidden_states):
+        return self.qkv_proj(hidden_states)[0] / 8
+
+
+def layer(seed, kind=DENSE_LAYERS[0], ranks=1, key=kFp8DynamicTokenSym):
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.ada_rms_norm_t_cond = None
+    made.input_layernorm, made.post_attention_layernorm = Norm(seed), Norm(seed + 1)
+    made.self_attn = Attention(seed + 2, key)
+    made.mlp = nn.Module()
+    made.mlp.gate_up_proj = Linear(2 * INNER, HIDDEN, seed + 3)
+    made.mlp.down_proj = Linear(HIDDEN, INNER, seed + 4, ranks)
+    made.mlp.act_fn = SiluAndMul.__new__(SiluAndMul)
+    return made
+
+
+CONFIG = SimpleNamespace(speculative_config=None)
+
+
+def join(layers, config=CONFIG, options=None):
+    model = SimpleNamespace(layers=nn.ModuleList(layers))
+    dense_mlp.join_mlps(model, DENSE_LAYERS, config, options or ServingOptions())
+    return layers
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors pass for a GPU's; which fused operators ran, with which static scale."""
+    ran = []
+
+    def note(name):
+        operator = get_kernel("torch", name)
+        monkeypatch.setattr(
+            torch.ops.oss_fused, name, lambda *a: (ran.append((name, a)), operator(*a))[1]
+        )
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    note("mlp_norm")
+    monkeypatch.setattr(linear, "_mlp_fp8", get_kernel("torch", "mlp_fp8"))
+    monkeypatch.setattr(linear, "_fp8_gemm", get_kernel("torch", "fp8_gemm"))
+    monkeypatch.setattr(decoder, "_add_rms_norm_quant", get_kernel("torch", "add_rms_norm_quant"))
+    return ran
+
+
+def through(layers, tokens=TOKENS):
+    """The last layer's result and residual, for rows that two layers' attention shares."""
+    draw = torch.Generator().manual_seed(9)
+    x, residual = (torch.randn(tokens, HIDDEN, generator=draw).bfloat16() for _ in range(2))
+    for each in layers:
+        x, residual = each.forward(torch.arange(tokens), x, residual)
+    return x, residual
+
+
+@pytest.mark.parametrize("kind", DENSE_LAYERS)
+@pytest.mark.parametrize("key", [kFp8DynamicTokenSym, kFp8StaticTensorSym])
+def test_a_layer_that_runs_the_next_norm_computes_the_same(kind, key, on_a_gpu):
+    layers = [layer(10 * at, kind, key=key) for at in (1, 2, 3)]
+    apart = through(layers)
+    assert not on_a_gpu
+    together = through(join(layers))
+    assert [name for name, _ in on_a_gpu] == ["mlp_norm"] * 2
+    scales = [arguments[10] for _, arguments in on_a_gpu]
+    static = key == kFp8StaticTensorSym
+    following = [each.self_attn.qkv_proj.input_scale for each in layers[1:]]
+    assert all(a is (b if static else None) for a, b in zip(scales, following, strict=True))
+    assert layers[2].following is None and layers[0].following.norm is layers[1].input_layernorm
+    for ours, theirs in zip(together, apart, strict=True):
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
+
+
+def test_the_first_rank_adds_the_bias_and_few_rows_have_two_levels(on_a_gpu):
+    layers = join([layer(10), layer(20)])
+    layers[0].mlp.down_proj.bias = torch.linspace(-1, 1, HIDDEN).bfloat16()
+    layers[1].self_attn.qkv_proj.quant_method.bf16_rows = 8
+    through(layers)
+    ((_, arguments),) = on_a_gpu
+    assert arguments[6] is layers[0].mlp.down_proj.bias and arguments[12:] == (True, 8)
+    layers[0].mlp.down_proj.skip_bias_add = True
+    through(layers)
+    assert on_a_gpu[1][1][6] is None
+
+
+@pytest.mark.parametrize("why", ["monitor", "draft model", "ranks", "lora", "act", "bias"])
+def test_what_keeps_a_layer_and_the_next_norm_apart(why, on_a_gpu):
+    layers = [layer(10, ranks=2 if why == "ranks" else 1), layer(20)]
+    config = SimpleNamespace(speculative_config=object()) if why == "draft model" else CONFIG
+    join(layers, config, ServingOptions(monitor_every=8) if why == "monitor" else None)
+    if why == "lora":
+        layers[1].self_attn.qkv_proj.requires_unquantized_input = True
+    if why == "act":
+        layers[0].mlp.act_fn = nn.Softshrink()
+        layers[0].mlp.down_proj = Linear(HIDDEN, 2 * INNER, 5)
+    if why == "bias":
+        layers[0].mlp.gate_up_proj.bias = torch.zeros(2 * INNER)
+    assert layers[0].following is None or why not in ("monitor", "draft model")
+    x, _ = through(layers[:1])
+    assert isinstance(x, torch.Tensor) and not on_a_gpu
+
+
+def test_layers_of_other_kinds_are_not_joined(on_a_gpu):
+    one, other, last = layer(10), layer(20, OssMistralDecoderLayer), layer(30)
+    join([nn.Identity(), one, other, last, nn.Identity()])
+    assert one.following is other.following is last.following is None
+    assert not dense_mlp.runs_next_norm(one, None)
+
+
+def test_warm_up_meets_each_bucket_of_split_sums(monkeypatch, on_a_gpu):
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(dense_mlp, "splits", lambda tokens, n, k: 32 < tokens <= 128)
+    layers = join([layer(10), layer(20)])
+    for limit, rows in ((16, [1]), (100, [1, 33, 65]), (100, [])):
+        on_a_gpu.clear()
+        dense_mlp.warm_mlp(layers[0], limit)
+        assert [arguments[0].shape[0] for _, arguments in on_a_gpu] == rows
+    # another form of the next layer's input is another kernel
+    layers[1].self_attn.qkv_proj._input_quant_key = kFp8StaticTensorSym
+    dense_mlp.warm_mlp(layers[0], 100)
+    assert len(on_a_gpu) == 3
+    on_a_gpu.clear()
+    dense_mlp.warm_mlp(layers[1], 100)
+    assert not on_a_gpu

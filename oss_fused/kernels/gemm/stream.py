@@ -9,7 +9,8 @@ pipeliner cannot do that.
 A tile of the tensor cores has 64 weight rows, so a narrow output leaves multiprocessors idle. With
 SLICES of K a CTA takes 64 / SLICES rows: its tile stacks their slices of K, and that of the tokens
 lays the same slices side by side. Blocks of the product that pair a slice of weights with another
-one of tokens are dropped, the others added (CUTLASS calls this sliced K).
+one of tokens are dropped, the others added (CUTLASS calls this sliced K). With SPLITS of K each CTA
+leaves float32 sums of its own part, which the kernel behind adds (split K).
 """
 
 from __future__ import annotations
@@ -96,19 +97,18 @@ def _store(acc, out, first_m, first_n, m, n, EXCHANGE: gl.constexpr, POLICY: gl.
 @gluon.jit
 def _multiply(
     operands,
-    first,
-    sizes,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     LEVELS: gl.constexpr,
     SLICES: gl.constexpr,
+    SPLITS: gl.constexpr,
     PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
     POLICY: gl.constexpr,
 ):
-    ring, row, scales = operands
+    ring, row, scales, first, sizes = operands
     a_scale, b_scale, bias, out = scales
-    first_m, first_n = first
+    first_m, first_n, first_k = first
     m, n, k, columns = sizes
     BLOCK_M: gl.constexpr = ring[0].type.shape[1] // SLICES if row is None else LEVELS
     BLOCK_N: gl.constexpr = ring[1].type.shape[1] // SLICES
@@ -119,7 +119,9 @@ def _multiply(
     # everything that the epilogue needs arrives while the weights do
     channel = scale_column(b_scale, offs_n, offs_n < n, B_ROWS)
     if bias is not None:
-        shift = gl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(gl.float32)[:, None]
+        # the first split's alone
+        here = (offs_n < n) & (first_k == 0)
+        shift = gl.load(bias + offs_n, mask=here, other=0.0).to(gl.float32)[:, None]
     wait_for_inputs()
     start_next()
     if row is None:
@@ -144,7 +146,11 @@ def _multiply(
     if LEVELS == 2:
         left, right = gl.split(acc.reshape([BLOCK_N, BLOCK_M // 2, 2]))
         acc = left + right
-    _store(acc, out, first_m // LEVELS, first_n, m // LEVELS, n, SLICES == 1, POLICY)
+    rows = m // LEVELS
+    if SPLITS > 1:
+        out += gl.program_id(2).to(gl.int64) * rows * n
+    EXCHANGE: gl.constexpr = SLICES == 1 and SPLITS == 1
+    _store(acc, out, first_m // LEVELS, first_n, rows, n, EXCHANGE, POLICY)
 
 
 @gluon.jit(do_not_specialize=["m"])
@@ -171,8 +177,9 @@ def _gemm_stream_kernel(
     PARTS: gl.constexpr,
     PREFETCH: gl.constexpr,
     POLICY: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):
-    """``k``: columns of a slice; ``row`` of 16 bits in place of ``a_desc`` and ``a_scale``."""
+    """``k``: columns of a slice or split; ``row`` of 16 bits in place of ``a_desc``."""
     first_n = gl.program_id(0) * b_desc.block_type.shape[0]
     if row is None:
         first_m = gl.program_id(1) * a_desc.block_type.shape[0]
@@ -180,19 +187,19 @@ def _gemm_stream_kernel(
     else:
         first_m = gl.to_tensor(0)
         tiles = make_code_tiles(TILES, SLICES)
-    first = (first_m, first_n)
+    first = (first_m, first_n, gl.program_id(2) * SLICES * k)
     ring = make_ring(tiles, b_desc, STAGES, SLABS, SLICES, WHOLE)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)
     scales = (a_scale, b_scale, bias, out)
     sizes = (m, n, k, columns)
     step = (0, k)
-    operands = (ring, row, scales)
+    operands = (ring, row, scales, first, sizes)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (operands, first, sizes, A_ROWS, B_ROWS, LEVELS, SLICES, PARTS, PREFETCH, POLICY),
+                (operands, A_ROWS, B_ROWS, LEVELS, SLICES, SPLITS, PARTS, PREFETCH, POLICY),
             ),
             (load_ring, (a_desc, b_desc, ring, warm, first, (step, step), k, PREFETCH)),
         ],
@@ -237,8 +244,10 @@ def _check_tile(block_m: int, block_n: int, block_k: int, slices: int) -> None:
         )
 
 
-def _check_row(a: torch.Tensor, block_k: int) -> None:
+def _check_row(a: torch.Tensor, block_k: int, splits: int) -> None:
     """What a product takes that quantises."""
+    if splits > 1:
+        raise TritonKernelError(f"splits={splits}: expected 1 without a_scale")
     if a.shape[0] != 1 or a.shape[1] > MOST_QUANTISED or a.element_size() != 2:
         expected = f"one row of 16 bits and at most {MOST_QUANTISED} columns without a_scale"
         raise TritonKernelError(f"a={a.dtype} {list(a.shape)}: expected {expected}")
@@ -247,12 +256,18 @@ def _check_row(a: torch.Tensor, block_k: int) -> None:
 
 
 def _sizes(
-    k: int, tile: tuple[int, int, int, int], levels: int, slices: int, wide: bool, quantises: bool
+    k: int,
+    tile: tuple[int, int, int, int],
+    levels: int,
+    slices: int,
+    splits: int,
+    wide: bool,
+    quantises: bool,
 ) -> tuple[int, dict[str, int]]:
-    """Columns of a slice of K, and what the kernel is compiled for.
+    """Columns of a slice or split of K, and what the kernel is compiled for.
 
-    ``tile``: block_m, block_n, block_k, ctas. ``wide``: results are float32. ``quantises``: codes
-    of all columns lie in shared memory.
+    ``tile``: block_m, block_n, block_k, ctas. ``wide``: threads exchange float32 results.
+    ``quantises``: codes of all columns lie in shared memory.
     """
     block_m, block_n, block_k, ctas = tile
     exchange = _EXCHANGE if wide or slices > 1 or quantises else 0
@@ -263,7 +278,7 @@ def _sizes(
         # codes leave less room to the ring: more stages of fewer bytes
         block_k = min(block_k, 2 * WIDTH)
     # whole steps: a box behind the last column brings zeros
-    length = cdiv(cdiv(k, slices), block_k) * block_k if slices > 1 else k
+    length = cdiv(cdiv(k, slices * splits), block_k) * block_k if slices * splits > 1 else k
     of_stage, tiles, parts = block_m * slices, 0, 1
     if quantises:
         parts = LEAST_ROWS // levels if k > _COPIED else 1
@@ -272,6 +287,7 @@ def _sizes(
     stages = stream_stages(length, of_stage, block_n, block_k, ctas, exchange)
     sizes = {"STAGES": stages, "SLABS": block_k // WIDTH, "SLICES": slices}
     sizes |= {"WHOLE": stages * block_k >= length, "TILES": tiles, "PARTS": parts}
+    sizes["SPLITS"] = splits
     return length, sizes
 
 
@@ -294,20 +310,23 @@ def gemm_stream(
 
     With two ``levels`` rows 2 i and 2 i + 1 of ``a`` are those of row i of ``out``. A CTA has
     ``slices`` (1, 2 or 4) slices of K of 64 / slices weight rows, or one slice of ``block_n``.
-    Without ``a_scale``, ``a`` is one row of 16 bits, which each CTA quantises.
+    Without ``a_scale``, ``a`` is one row of 16 bits, which each CTA quantises. A float32 ``out``
+    [splits, M, N] gets the sums of as many parts of K, the first with the bias.
 
     Raises:
         TritonKernelError: shared memory does not hold the tile, a size does not fit ``slices``, or
             a CTA cannot quantise ``a``.
     """
     _check_tile(block_m, block_n, block_k, slices)
+    splits = out.shape[0] if out.dim() == 3 else 1
     if a_scale is None:
-        _check_row(a, block_k)
+        _check_row(a, block_k, splits)
     k = a.shape[1]
-    m, n = out.shape
+    m, n = out.shape[-2:]
     rows, tile = block_n // slices, (block_m, block_n, block_k, ctas)
-    length, sizes = _sizes(k, tile, levels, slices, out.element_size() > 2, a_scale is None)
-    _gemm_stream_kernel[(cdiv(n, rows), cdiv(levels * m, block_m))](
+    wide = out.element_size() > 2 and splits == 1
+    length, sizes = _sizes(k, tile, levels, slices, splits, wide, a_scale is None)
+    _gemm_stream_kernel[(cdiv(n, rows), cdiv(levels * m, block_m), splits)](
         None if a_scale is None else descriptor(a, block_m, WIDTH),
         a if a_scale is None else None,
         descriptor(b, rows, WIDTH),

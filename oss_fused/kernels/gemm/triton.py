@@ -132,6 +132,30 @@ def fp8_gemm(
     return out
 
 
+def gemm_sums(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    prefetch_weights: bool,
+) -> torch.Tensor:
+    """Sums [1, M, N] in ``out_dtype``, or [2, M, N] float32, that add up to ``fp8_gemm``'s result.
+
+    Two where the kernel behind adds them for less than the product gains (``tiles.splits``).
+    """
+    (m, k), n = a.shape, b.shape[0]
+    config = _tile(a.device, m, n, k)
+    aligned = has_aligned_rows(a) and has_aligned_rows(b)
+    if not (config.pop("kernel") == "stream" and tiles.splits(m, n, k) and aligned):
+        return fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype, prefetch_weights)[None]
+    sums = torch.empty(2, m, n, dtype=torch.float32, device=a.device)
+    config["prefetch_weights"] = prefetch_weights
+    kernels(a.device)["stream"](a, b, a_scale, b_scale, bias, sums, **config)
+    return sums
+
+
 def _two_level_gemm(
     levels: torch.Tensor,
     b: torch.Tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""gate_up_quant and mlp_fp8: activation and quantisation inside of the products, or apart."""
+"""gate_up_quant, mlp_fp8 and mlp_norm: what lies between products inside of them, or apart."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 from oss_fused.kernels import tiles
 from oss_fused.kernels.checks import FP8, has_aligned_rows
-from oss_fused.kernels.gemm.triton import fp8_gemm, linear_in_one_launch
+from oss_fused.kernels.gemm.triton import fp8_gemm, gemm_sums, linear_in_one_launch
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
+from oss_fused.kernels.norm.triton import sums_norm_quant
 
 
 def gate_up_quant(
@@ -57,6 +58,36 @@ def mlp_fp8(
     else:
         q, scale = gate_up_quant(*operands)
     return fp8_gemm(q, down_weight, scale, down_scale, bias, out_dtype, prefetch_weights)
+
+
+def mlp_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    activation: str,
+    prefetch_weights: bool = False,
+    bf16_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``mlp_fp8``, then ``add_rms_norm_quant``, which adds parts of long sums; see kernels/mlp."""
+    gate_up = (x, weight, x_scale, weight_scale)
+    down = (down_weight, down_scale, bias)
+    dtype = residual.dtype
+    if tiles.splits(x.shape[0], *down_weight.shape):
+        q, q_scale = gate_up_quant(*gate_up, dtype, activation, prefetch_weights)
+        sums = gemm_sums(q, down_weight, q_scale, down_scale, bias, dtype, prefetch_weights)
+    else:
+        sums = mlp_fp8(*gate_up, *down, dtype, activation, prefetch_weights)[None]
+    norm = (gain, eps, scale, prefetch_weights, bf16_rows)
+    codes, out_scale, hidden, _, levels = sums_norm_quant(sums, residual, *norm)
+    return codes, out_scale, hidden, levels
 
 
 def _codes(y: torch.Tensor, part_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

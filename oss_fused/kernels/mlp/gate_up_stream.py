@@ -87,7 +87,7 @@ def _gate_up_stream_kernel(
     gl.warp_specialize(
         [
             (_multiply, (ring, operands, (first, m, n, k), ACTIVATION, PREFETCH)),
-            (load_ring, (a_desc, b_desc, ring, warm, (0, first), steps, k, PREFETCH)),
+            (load_ring, (a_desc, b_desc, ring, warm, (0, first, 0), steps, k, PREFETCH)),
         ],
         [1],
         [24],

@@ -7,6 +7,7 @@ import torch
 
 from oss_fused.kernels.checks import flat_rows
 from oss_fused.kernels.gemm.reference import fp8_gemm
+from oss_fused.kernels.norm.reference import add_rms_norm_quant
 from oss_fused.kernels.quantize.reference import quantize_rows
 
 # derivative of GELU's tanh form: sqrt(2 / pi) and the cubic coefficient
@@ -62,6 +63,30 @@ def mlp_fp8(
     """Both products of a gated MLP, and the activation between them; see kernels/mlp."""
     q, scale = gate_up_quant(x, weight, x_scale, weight_scale, out_dtype, activation)
     return fp8_gemm(q, down_weight, scale, down_scale, bias, out_dtype)
+
+
+def mlp_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    activation: str,
+    prefetch_weights: bool = False,
+    bf16_rows: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``mlp_fp8``, then ``add_rms_norm_quant``; see kernels/mlp."""
+    down = (down_weight, down_scale, bias, residual.dtype, activation)
+    out = mlp_fp8(x, weight, x_scale, weight_scale, *down)
+    norm = (gain, eps, scale, False, prefetch_weights, bf16_rows)
+    q, out_scale, hidden, _, levels = add_rms_norm_quant(out, residual, *norm)
+    return q, out_scale, hidden, levels
 
 
 def gated(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -34,6 +34,8 @@ _STREAMED_ROWS = range(1025, 2049)
 _STREAMED_COLUMNS = range(4096)
 # rows that leave most multiprocessors idle: more warps take each
 _FEW_ROWS = 16
+# rows above which the next kernel's weights come behind what this one reads: a bucket's last
+_QUICK_ROWS = 64
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask, POLIC
     tl.store(target, codes, mask=mask, eviction_policy=POLICY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_part"])
 def _add_rms_norm_quant_kernel(
     x,
     residual,
@@ -78,27 +80,39 @@ def _add_rms_norm_quant_kernel(
     residual_out,
     normed,
     stride_x,
+    stride_part,
     stride_r,
     n_cols,
     eps,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE_NORMED: tl.constexpr,
     PREFETCH: tl.constexpr,
     STREAM: tl.constexpr,
     POLICY: tl.constexpr,
+    START_FIRST: tl.constexpr,
 ):
+    """The norm of a row: x in PARTS addends, ``stride_part`` apart, and the residual."""
     row = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = residual_out.dtype.element_ty
     READ: tl.constexpr = "evict_first" if STREAM else ""
     WRITE: tl.constexpr = ".cs" if STREAM else ""
     cols = tl.arange(0, BLOCK)
     mask = cols < n_cols
     wait_unless(PREFETCH)
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    start_next()
+    if START_FIRST:
+        start_next()
     wait_for_inputs()
+    if not START_FIRST:
+        start_next()
     place = x + row * stride_x + cols
     hidden = tl.load(place, mask=mask, other=0.0, eviction_policy=READ).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        place += stride_part
+        hidden += tl.load(place, mask=mask, other=0.0, eviction_policy=READ)
+    if PARTS > 1:
+        hidden = round_to(hidden, dtype).to(tl.float32)
     if residual is not None:
         place = residual + row * stride_r + cols
         hidden += tl.load(place, mask=mask, other=0.0, eviction_policy=READ).to(tl.float32)
@@ -125,12 +139,43 @@ def add_rms_norm_quant(
     bf16_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
+    options = (weight, eps, scale, write_normed, prefetch_weights, bf16_rows)
+    return _norm_of_sum(x, as_rows(x)[None], residual, *options)
+
+
+def sums_norm_quant(
+    sums: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    prefetch_weights: bool,
+    bf16_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``add_rms_norm_quant`` of the sum of ``sums`` [P, M, H], rounded to the dtype of ``residual``
+    [M, H]; without normed rows."""
+    options = (weight, eps, scale, False, prefetch_weights, bf16_rows)
+    return _norm_of_sum(residual, sums, residual, *options)
+
+
+def _norm_of_sum(
+    x: torch.Tensor,
+    parts: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None,
+    write_normed: bool,
+    prefetch_weights: bool,
+    bf16_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The launch: results have the shape and dtype of ``x``, whose rows ``parts`` add up to."""
     n_cols = x.shape[-1]
     if n_cols > _MAX_HIDDEN:
         raise ShapeMismatchError(
             f"x.shape={tuple(x.shape)}: expected at most {_MAX_HIDDEN} columns"
         )
-    rows = as_rows(x)
+    rows = parts[0]
     residual_rows = None if residual is None else as_rows(residual)
     q = torch.empty(x.shape, dtype=FP8, device=x.device)
     residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -145,7 +190,7 @@ def add_rms_norm_quant(
     block = next_power_of_2(n_cols)
     of_warp = 512 if rows.shape[0] <= _FEW_ROWS else 1024
     _add_rms_norm_quant_kernel[(rows.shape[0],)](
-        rows,
+        parts,
         residual_rows,
         weight,
         scale,
@@ -155,14 +200,17 @@ def add_rms_norm_quant(
         residual_out,
         normed,
         rows.stride(0),
+        parts.stride(0) if len(parts) > 1 else 0,
         0 if residual_rows is None else residual_rows.stride(0),
         n_cols,
         eps,
+        PARTS=len(parts),
         BLOCK=block,
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,
         STREAM=rows.shape[0] in _STREAMED_ROWS and n_cols in _STREAMED_COLUMNS,
         POLICY=activation_policy(rows.shape[0]),
+        START_FIRST=rows.shape[0] <= _QUICK_ROWS,
         num_warps=min(max(block // of_warp, 1), 16),
         **pdl_options(x.device),
     )

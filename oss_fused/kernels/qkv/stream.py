@@ -191,7 +191,7 @@ def _qkv_kernel(
     gl.warp_specialize(
         [
             (_multiply, (ring, operands, (head, first), sizes, HEAD_DIM, LEVELS, PREFETCH)),
-            (load_ring, (a_desc, b_desc, ring, warm, (0, first_n), steps, k, PREFETCH)),
+            (load_ring, (a_desc, b_desc, ring, warm, (0, first_n, 0), steps, k, PREFETCH)),
         ],
         [1],
         [24],

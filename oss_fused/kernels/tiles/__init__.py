@@ -27,6 +27,8 @@ CUBLASLT, CUBLASLT_ROWS = "cublaslt", 8192
 _SHORT = 3072
 # columns from which a product of few rows takes K in two slices
 _LONG = 8192
+# rows of which two CTAs may share a sum; measured in a chain of decoder layers
+_SPLIT_BUCKETS = (64, 128)
 # multiprocessors of an H200: up to so many tiles each has one for itself
 _WAVE = 132
 # outputs that tiles of 64 have in one wave
@@ -147,6 +149,14 @@ def gemm_rule(
     if bucket <= 1024:
         return {"kernel": "large", "block_n": 128, "num_stages": 4, "num_warps": 4}
     return {"kernel": "large", "group_m": 4}
+
+
+def splits(m: int, n: int, k: int) -> bool:
+    """Whether two CTAs should share each sum of a product, if adding them needs no launch.
+
+    So where a CTA for each 64 outputs leaves half of the multiprocessors idle and K is long.
+    """
+    return row_bucket(m) in _SPLIT_BUCKETS and k >= _LONG and 2 * -(-n // 64) <= _WAVE
 
 
 def choose_two_levels(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fusion.quant_activation import (
     QuantizedActivation,
     get_input_quant_key,
@@ -28,16 +27,13 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
-from oss_fused.layers.vllm.experts.block import Following, joins, norm_experts_norm
+from oss_fused.layers.vllm.dense_mlp import gated_mlp, mlp_and_next_norm, runs_next_norm
+from oss_fused.layers.vllm.experts.block import joins, norm_experts_norm
 from oss_fused.layers.vllm.experts.choice import norm_and_experts
-from oss_fused.layers.vllm.linear import (
-    LevelledActivation,
-    MlpInput,
-    OssFp8LinearMethod,
-    bf16_rows_of,
-)
+from oss_fused.layers.vllm.following import Following
+from oss_fused.layers.vllm.linear import LevelledActivation, bf16_rows_of
 
-_add_rms_norm_quant, _act_mul_quant = direct("add_rms_norm_quant"), direct("act_mul_quant")
+_add_rms_norm_quant = direct("add_rms_norm_quant")
 
 
 def norm_for(
@@ -69,52 +65,28 @@ def norm_for(
     return quantised, x if residual is None else added
 
 
-def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-    """Llama's MLP: ``down(silu(gate) * up)``; what the down projection reads is quantised."""
-    projection = mlp.gate_up_proj
-    key = get_input_quant_key(mlp.down_proj)
-    if key != kFp8DynamicTokenSym or not isinstance(mlp.act_fn, SiluAndMul):
-        return mlp.down_proj(mlp.act_fn(projection(x)[0]))[0]
-    if isinstance(x, QuantizedActivation) and _is_one_operator(mlp, x):
-        weights = (projection.weight, projection.weight_scale)
-        joined = MlpInput(x.data, x.scale, x.orig_dtype, x.orig_shape, key, *weights)
-        return mlp.down_proj(joined)[0]
-    gate_up, _ = projection(x)
-    codes, scale = _act_mul_quant(gate_up, "silu", None)
-    quantised = QuantizedActivation(
-        data=codes, scale=scale, orig_dtype=gate_up.dtype, orig_shape=codes.shape, quant_key=key
-    )
-    return mlp.down_proj(quantised)[0]
-
-
-def _is_one_operator(mlp: Any, x: QuantizedActivation) -> bool:
-    """Whether one operator may run the MLP: no bias of gate_up, a scale per token, a GPU."""
-    projection = mlp.gate_up_proj
-    return (
-        x.quant_key == kFp8DynamicTokenSym
-        and type(projection.quant_method) is OssFp8LinearMethod
-        and type(mlp.down_proj.quant_method) is OssFp8LinearMethod
-        and projection.weight.is_cuda
-        and projection.bias is None
-    )
-
-
 class _FusedNorms:
     """``forward`` of Llama-style layers: attention and MLP, a norm before each."""
+
+    # the next layer's norm, where this one's MLP may run it (dense_mlp.py)
+    following: Following | None = None
 
     def forward(
         self: Any,
         positions: torch.Tensor,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor | QuantizedActivation,
         residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = norm_for(
-            self.input_layernorm, self.self_attn.qkv_proj, hidden_states, residual
-        )
+    ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
+        """Attention and MLP; the result or, of ``mlp_norm``, the next layer's input."""
+        x = hidden_states
+        if not isinstance(x, QuantizedActivation):
+            x, residual = norm_for(self.input_layernorm, self.self_attn.qkv_proj, x, residual)
         hidden_states = self.self_attn(positions=positions, hidden_states=x)
         x, residual = norm_for(
             self.post_attention_layernorm, self.mlp.gate_up_proj, hidden_states, residual
         )
+        if runs_next_norm(self, x):
+            return mlp_and_next_norm(self, x, residual)
         return gated_mlp(self.mlp, x), residual
 
 
@@ -133,13 +105,15 @@ class OssQwen3DecoderLayer(_FusedNorms, Qwen3DecoderLayer):
 class OssMistralDecoderLayer(MistralDecoderLayer):
     """Mistral's layer; one with time-conditioned norms runs as in vLLM."""
 
+    following: Following | None = None
+
     def forward(
         self,
         positions: torch.Tensor,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor | QuantizedActivation,
         residual: torch.Tensor | None,
         t_cond: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
         """Attention and MLP, a norm before each."""
         if self.ada_rms_norm_t_cond is not None:
             return super().forward(positions, hidden_states, residual, t_cond)
@@ -176,6 +150,14 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
     Qwen3DecoderLayer: OssQwen3DecoderLayer,
     TransformerBlock: OssTransformerBlock,
 }
+
+# layers with a dense MLP, which may run the next one's norm
+DENSE_LAYERS = (
+    OssLlamaDecoderLayer,
+    OssMistralDecoderLayer,
+    OssQwen2DecoderLayer,
+    OssQwen3DecoderLayer,
+)
 
 
 def fuse_decoder_layers(layers: Iterable[nn.Module]) -> None:

@@ -141,12 +141,12 @@ def warm_linear(
     n, k = weight.shape
     static = getattr(layer, "input_scale", None)
     by_rows = isinstance(layer, RowParallelLinear)
-    kind = (n, k, _bias_of(layer) is None, static is None, weight_only, bf16_rows, by_rows)
+    kind = (n, k, bias_of(layer) is None, static is None, weight_only, bf16_rows, by_rows)
     if is_new(("linear", *kind, dtype, weight.device, layer.oss_max_tokens)):
         when_ready(functools.partial(_run_linear, layer, apply, dtype, weight_only, bf16_rows))
 
 
-def _bias_of(layer: Any) -> torch.Tensor | None:
+def bias_of(layer: Any) -> torch.Tensor | None:
     """The bias that the layer's ``forward`` gives its method: the first rank's adds it for all."""
     of_first = isinstance(layer, RowParallelLinear) and layer.tp_rank > 0
     if of_first or getattr(layer, "skip_bias_add", False):
@@ -161,7 +161,7 @@ def _run_linear(
     weight_only: bool,
     bf16_rows: int,
 ) -> None:
-    weight, bias = layer.weight, _bias_of(layer)
+    weight, bias = layer.weight, bias_of(layer)
     n, k = weight.shape
     static = getattr(layer, "input_scale", None)
     gain = torch.ones(k, dtype=dtype, device=weight.device)

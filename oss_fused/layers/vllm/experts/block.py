@@ -9,7 +9,6 @@ with the experts' sum, as in vLLM (choice.py).
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -26,17 +25,10 @@ from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.config import SCRATCH, router_part
 from oss_fused.layers.vllm.experts.choice import router_joins_norm
 from oss_fused.layers.vllm.experts.mxfp4 import OssMxfp4MoEMethod
+from oss_fused.layers.vllm.following import tell_following
 from oss_fused.layers.vllm.linear import LevelledActivation, bf16_rows_of
 from oss_fused.layers.vllm.warmup import warm_batches
 from oss_fused.quant.settings import ServingOptions
-
-
-class Following:
-    """What comes after a block's experts: the next block's norm, and the layer that reads it."""
-
-    def __init__(self, norm: nn.Module, reader: nn.Module) -> None:
-        """Bind to the next block; every call reads its weights, which a reload may change."""
-        self.norm, self.reader = norm, reader
 
 
 def join_blocks(
@@ -50,14 +42,13 @@ def join_blocks(
         return
     if vllm_config.aux_output_config.enable_return_routed_experts:
         return
-    found: list[Any] = [block for block in model.layers if type(block) is kind]
+    found = tell_following(model.layers, kind, "attn")
     if not found:
         return
     device = next(model.parameters()).device
     # one buffer for all layers: their launches follow one another on one stream
     arrivals = torch.zeros(SCRATCH, dtype=torch.int32, device=device)
-    for block, after in itertools.pairwise(found):
-        block.following = Following(after.input_layernorm, after.attn.qkv_proj)
+    for block in found:
         # sleep at level 2 keeps buffers alone
         block.register_buffer("oss_arrivals", arrivals, persistent=False)
 
