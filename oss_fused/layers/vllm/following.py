@@ -25,7 +25,7 @@ def tell_following(layers: nn.ModuleList, kind: type[nn.Module], attention: str)
         kind: of the layers.
         attention: the name of a layer's attention, which has ``qkv_proj``.
     """
-    found = []
+    found: list[Any] = []
     pairs: Any = itertools.pairwise(layers)
     for layer, after in pairs:
         if type(layer) is kind is type(after):
