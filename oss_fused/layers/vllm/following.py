@@ -28,7 +28,7 @@ def tell_following(layers: nn.ModuleList, kind: type[nn.Module], attention: str)
     found: list[Any] = []
     pairs: Any = itertools.pairwise(layers)
     for layer, after in pairs:
-        if type(layer) is kind is type(after):
+        if (type(layer), type(after)) == (kind, kind):
             layer.following = Following(after.input_layernorm, getattr(after, attention).qkv_proj)
             found.append(layer)
     return found
