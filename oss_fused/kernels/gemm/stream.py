@@ -187,7 +187,9 @@ def _gemm_stream_kernel(
     else:
         first_m = gl.to_tensor(0)
         tiles = make_code_tiles(TILES, SLICES)
-    first = (first_m, first_n, gl.program_id(2) * SLICES * k)
+    # a constant where there is one split: a number would take the loading warp's registers
+    first_k = gl.program_id(2) * SLICES * k if SPLITS > 1 else gl.to_tensor(0)
+    first = (first_m, first_n, first_k)
     ring = make_ring(tiles, b_desc, STAGES, SLABS, SLICES, WHOLE)
     warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(warm, count=1)

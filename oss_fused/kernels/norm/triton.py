@@ -68,7 +68,7 @@ def store_codes(y, static_scale, target, levels, n_cols, scale, row, mask, POLIC
     tl.store(target, codes, mask=mask, eviction_policy=POLICY)
 
 
-@triton.jit(do_not_specialize=["stride_part"])
+@triton.jit
 def _add_rms_norm_quant_kernel(
     x,
     residual,

@@ -154,9 +154,11 @@ def gemm_rule(
 def splits(m: int, n: int, k: int) -> bool:
     """Whether two CTAs should share each sum of a product, if adding them needs no launch.
 
-    So where a CTA for each 64 outputs leaves half of the multiprocessors idle and K is long.
+    So where a CTA for each 64 outputs leaves half of the multiprocessors idle and K is long. With
+    aligned outputs one kernel adds the parts of any number of rows.
     """
-    return row_bucket(m) in _SPLIT_BUCKETS and k >= _LONG and 2 * -(-n // 64) <= _WAVE
+    idle = 2 * -(-n // 64) <= _WAVE
+    return row_bucket(m) in _SPLIT_BUCKETS and k >= _LONG and idle and n % 16 == 0
 
 
 def choose_two_levels(
