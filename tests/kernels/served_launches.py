@@ -280,6 +280,8 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
+            loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
+            shown["narrow"] = sum(".v" not in load for load in loads)
             shown["kept"] = kernel.asm["ptx"].count("L2::evict_last.b64")
             # stores of several values that name no policy of L2
             stores = re.findall(r"st\.global\S*\.v\d\S*", kernel.asm["ptx"])

@@ -37,6 +37,19 @@ def test_online_in_graphs(family, tmp_path, engine):
     assert_agrees(served.generate(), folder, tolerance=tolerance, ignore=ignore)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_layers_run_the_next_norm(family, tmp_path, engine):
+    """The step of 50 tokens has sums over 8192 columns in parts, which the next norm adds."""
+    folder = build(tmp_path, family, intermediate_size=8192)
+    served = engine(folder, quantization="oss_fp8", **GRAPHS)
+    following = [layer.following for layer in served.model.model.layers]
+    assert None not in following[:-1] and following[-1] is None
+    prompt = (PROMPT * 5)[:50]
+    assert_agrees(
+        served.generate(prompt), folder, tolerance=0.15, prompt=prompt, ignore=("lm_head",)
+    )
+
+
 def test_mxfp4_gpt_oss_in_graphs(tmp_path, engine):
     plain = build(tmp_path / "bf16", "gpt_oss", head_dim=64)
     served = engine(
@@ -110,7 +123,9 @@ def test_nothing_of_ours_compiles_while_serving(family, tmp_path, engine, monkey
     monkeypatch.setattr(jit_monitor, "_log_triton_jit_compile", lambda *args: compiled.append(args))
     # as served by default: conftest asks for one level where a test compares numbers
     default = {"oss_fused": {"linear_activations": "bf16"}}
-    folder = build(tmp_path, family, head_dim=64)
+    # sums of the dense MLP in parts; experts fit any GPU as they are
+    sizes = {"intermediate_size": 8192} if family == "llama" else {}
+    folder = build(tmp_path, family, head_dim=64, **sizes)
     served = engine(folder, quantization="oss_fp8", additional_config=default, **GRAPHS)
     monkeypatch.setattr(jit_monitor, "_active", False)
     jit_monitor.activate()
