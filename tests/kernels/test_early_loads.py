@@ -300,7 +300,7 @@ def test_public_functions_and_modules_vouch_for_nothing():
             if argument.name.startswith("prefetch"):
                 options += 1
                 assert argument.default_value is False, name
-    assert options == 11
+    assert options == 12
     public = [PACKAGE / "functional.py", PACKAGE / "autograd.py"]
     public += [*(PACKAGE / "layers" / "hf").rglob("*.py"), *(PACKAGE / "quant").rglob("*.py")]
     assert len(public) > 10
