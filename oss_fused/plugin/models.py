@@ -105,7 +105,9 @@ class _OssModel(nn.Module):
         if options.fused_layers:
             fuse_decoder_layers(self.model.layers)
             join_blocks(self.model, OssTransformerBlock, vllm_config, options)
-            join_mlps(self.model, DENSE_LAYERS, vllm_config, options)
+            if self.is_outermost:
+                # vLLM tells no part of another model when to warm up
+                join_mlps(self.model, DENSE_LAYERS, vllm_config, options)
         if options.attention_kernels == "auto":
             adopt_attention(self.model, vllm_config)
         # a draft model, whose options are the defaults, sums with the served model's communicator

@@ -204,7 +204,7 @@ SHORT: dict[str, functools.partial[None]] = {
     **{f"lm_head {rows}, two levels": call(two_levels, rows, 201088, 2880) for rows in (1, 2)},
     "gate_up 4": call(gate_up, 4),
     **{f"mlp {rows}": call(mlp, rows) for rows in (1, 64, 257)},
-    **{f"mlp and norm {rows}": call(mlp_norm, rows) for rows in (1, 64)},
+    **{f"mlp and norm {rows}": call(mlp_norm, rows) for rows in (1, 64, 128)},
     "weight-only 64": call(weight_only, 64),
     "attention 1": call(attention, 1, 64, 8, 64, 0),
     "attention 1, window": call(attention, 1, 64, 8, 64, 128),
@@ -280,6 +280,11 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
+            begin, wait = (
+                kernel.asm["ptx"].find(f"griddepcontrol.{word}")
+                for word in ("launch_dependents", "wait")
+            )
+            shown["starts_first"] = 0 <= begin < wait
             loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
             shown["narrow"] = sum(".v" not in load for load in loads)
             shown["kept"] = kernel.asm["ptx"].count("L2::evict_last.b64")

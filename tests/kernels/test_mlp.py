@@ -6,6 +6,7 @@ import torch
 
 from oss_fused import functional as F
 from oss_fused.errors import SchemeError, ShapeMismatchError
+from oss_fused.kernels import tiles
 from oss_fused.kernels.op import get_kernel
 
 FP8 = torch.float8_e4m3fn
@@ -240,6 +241,17 @@ def test_mlp_norm_is_an_mlp_and_a_norm(backend, tokens, kind, device):
     ):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_mlp_norm_adds_parts_only_of_the_kernel_that_leaves_them(wide, device, monkeypatch):
+    """Shapes whose sums are in parts, but rows that the kernel does not take, or another kernel."""
+    monkeypatch.setattr(tiles, "splits", lambda m, n, k: True)
+    operands = whole_and_norm(40, device)
+    if wide:
+        operands[4] = torch.cat([operands[4].view(torch.uint8)] * 3, 1)[:, 1:49].view(FP8)
+    got, want = (get_kernel(backend, "mlp_norm")(*operands) for backend in ("triton", "torch"))
+    torch.testing.assert_close(got[2], want[2], rtol=2**-7, atol=2**-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -121,6 +121,19 @@ def gate_up(rows):
     return build
 
 
+def mlp_norm(tokens, hidden=256, inter=8192, outputs=2304):
+    """From 33 tokens on the down projection's sums are in two parts."""
+
+    def build(d):
+        x, weight = d.randn(tokens, hidden, dtype=FP8), d.randn(2 * inter, hidden, dtype=FP8)
+        down = d.randn(outputs, inter, dtype=FP8)
+        scales = (d.scale(tokens, 1), d.scale(2 * inter, 1) / 64, down, d.scale(outputs, 1) / 64)
+        norm = (d.randn(tokens, outputs), d.randn(outputs), 1e-5, None, "silu")
+        return (x, weight, *scales, d.randn(outputs), *norm)
+
+    return build
+
+
 def router(rows):
     def build(d):
         norm = (d.randn(rows, 2880), d.randn(rows, 2880), d.randn(2880), 1e-5)
@@ -193,6 +206,7 @@ _OPERATIONS = {
     ),
     "act_mul_quant": ("act_mul_quant", lambda d: (d.randn(4, 8192), "silu", None), ()),
     **{f"gate_up_quant-{m}": ("gate_up_quant", gate_up(m), (1, 3)) for m in (1, 2, 8, 64, 300)},
+    **{f"mlp_norm-{m}": ("mlp_norm", mlp_norm(m), (1, 3, 4, 5, 6, 8)) for m in (1, 64, 128)},
     **{
         f"gated_mlp-{m}-{fp8}": ("gated_mlp", gated(m, fp8), ())
         for m in (8, 300)

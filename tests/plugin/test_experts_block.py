@@ -195,9 +195,9 @@ def test_what_else_keeps_blocks_apart(blocks):
     assert not joined.joins(blocks[0], x)
     joined.join_blocks(model_of(blocks), OssTransformerBlock, CONFIG, ServingOptions())
     assert joined.joins(blocks[0], x) and not joined.joins(blocks[1], x)
-    # LoRA reads what the norm wrote
-    blocks[1].attn.qkv_proj.requires_unquantized_input = True
+    # LoRA, which takes the projection's place, reads what the norm wrote
+    projection, blocks[1].attn.qkv_proj = blocks[1].attn.qkv_proj, nn.Linear(1, 1)
     assert not joined.joins(blocks[0], x)
-    blocks[1].attn.qkv_proj.requires_unquantized_input = False
+    blocks[1].attn.qkv_proj = projection
     blocks[0].mlp.experts.routed_experts.quant_method = object()
     assert not joined.joins(blocks[0], x)

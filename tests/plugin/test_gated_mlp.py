@@ -129,7 +129,7 @@ class Norm(nn.Module):
 class Linear(nn.Module):
     """An FP8 projection, as a layer on a GPU sees it; it says which form its input had."""
 
-    skip_bias_add, return_bias, input_is_parallel, reduce_results = False, True, True, False
+    skip_bias_add = False
 
     def __init__(self, rows, columns, seed, ranks=1, key=kFp8DynamicTokenSym):
         super().__init__()
@@ -202,7 +202,7 @@ def on_a_gpu(monkeypatch):
 
 
 def through(layers, tokens=TOKENS):
-    """The last layer's result and residual, for rows that two layers' attention shares."""
+    """The last layer's result and residual."""
     draw = torch.Generator().manual_seed(9)
     x, residual = (torch.randn(tokens, HIDDEN, generator=draw).bfloat16() for _ in range(2))
     for each in layers:
@@ -227,7 +227,7 @@ def test_a_layer_that_runs_the_next_norm_computes_the_same(kind, key, on_a_gpu):
         assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs)
 
 
-def test_the_first_rank_adds_the_bias_and_few_rows_have_two_levels(on_a_gpu):
+def test_bias_and_levels_reach_the_operator(on_a_gpu):
     layers = join([layer(10), layer(20)])
     layers[0].mlp.down_proj.bias = torch.linspace(-1, 1, HIDDEN).bfloat16()
     layers[1].self_attn.qkv_proj.quant_method.bf16_rows = 8
@@ -239,13 +239,47 @@ def test_the_first_rank_adds_the_bias_and_few_rows_have_two_levels(on_a_gpu):
     assert on_a_gpu[1][1][6] is None
 
 
-@pytest.mark.parametrize("why", ["monitor", "draft model", "ranks", "lora", "act", "bias"])
+class Adapter(nn.Module):
+    """vLLM's wrapper of a projection with LoRA, which takes its place in the layer."""
+
+    requires_unquantized_input = True
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.seen = base_layer, []
+
+    def __getattr__(self, name):
+        found = super().__getattr__
+        return found(name) if name in ("base_layer", "seen") else getattr(self.base_layer, name)
+
+    def forward(self, x):
+        self.seen.append(type(x))
+        return x @ self.base_layer.numbers().t(), None
+
+
+def test_lora_on_attention_alone_gets_what_the_norm_wrote(on_a_gpu):
+    layers = join([layer(10), layer(20), layer(30)])
+    adapter = layers[1].self_attn.qkv_proj = Adapter(layers[1].self_attn.qkv_proj)
+    through(layers)
+    assert adapter.seen == [torch.Tensor]
+    # the layer behind it has no adapter
+    assert [arguments[8] for _, arguments in on_a_gpu] == [layers[2].input_layernorm.weight]
+
+
+@pytest.mark.parametrize("offloaded", [0, 1])
+def test_layers_that_vllm_offloads_keep_its_forward(offloaded, on_a_gpu):
+    layers = [layer(10), layer(20), layer(30)]
+    layers[offloaded].forward = layers[offloaded].forward
+    join(layers)
+    following = [each.following is not None for each in layers]
+    assert following == ([False, True, False] if offloaded == 0 else [False, False, False])
+
+
+@pytest.mark.parametrize("why", ["monitor", "draft model", "ranks", "act", "bias"])
 def test_what_keeps_a_layer_and_the_next_norm_apart(why, on_a_gpu):
     layers = [layer(10, ranks=2 if why == "ranks" else 1), layer(20)]
     config = SimpleNamespace(speculative_config=object()) if why == "draft model" else CONFIG
     join(layers, config, ServingOptions(monitor_every=8) if why == "monitor" else None)
-    if why == "lora":
-        layers[1].self_attn.qkv_proj.requires_unquantized_input = True
     if why == "act":
         layers[0].mlp.act_fn = nn.Softshrink()
         layers[0].mlp.down_proj = Linear(HIDDEN, 2 * INNER, 5)

@@ -80,11 +80,11 @@ def mlp_norm(
     gate_up = (x, weight, x_scale, weight_scale)
     down = (down_weight, down_scale, bias)
     dtype = residual.dtype
-    if tiles.splits(x.shape[0], *down_weight.shape):
+    if x.shape[0] == 1:
+        sums = mlp_fp8(*gate_up, *down, dtype, activation, prefetch_weights)
+    else:
         q, q_scale = gate_up_quant(*gate_up, dtype, activation, prefetch_weights)
         sums = gemm_sums(q, down_weight, q_scale, down_scale, bias, dtype, prefetch_weights)
-    else:
-        sums = mlp_fp8(*gate_up, *down, dtype, activation, prefetch_weights)[None]
     norm = (gain, eps, scale, prefetch_weights, bf16_rows)
     codes, out_scale, hidden, _, levels = sums_norm_quant(sums, residual, *norm)
     return codes, out_scale, hidden, levels

@@ -140,7 +140,7 @@ def add_rms_norm_quant(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale, new residual, normed row, levels; see kernels/norm for the contract."""
     options = (weight, eps, scale, write_normed, prefetch_weights, bf16_rows)
-    return _norm_of_sum(x, as_rows(x)[None], residual, *options)
+    return _norm_of_sum(x, as_rows(x), 1, residual, *options)
 
 
 def sums_norm_quant(
@@ -152,15 +152,19 @@ def sums_norm_quant(
     prefetch_weights: bool,
     bf16_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``add_rms_norm_quant`` of the sum of ``sums`` [P, M, H], rounded to the dtype of ``residual``
-    [M, H]; without normed rows."""
+    """``add_rms_norm_quant`` of ``sums`` [M, H], or of the sum of its float32 parts [P, M, H].
+
+    That sum is rounded to the dtype of ``residual`` [M, H]. Without normed rows.
+    """
+    rows, parts = (sums, 1) if sums.dim() == 2 else (sums[0], len(sums))
     options = (weight, eps, scale, False, prefetch_weights, bf16_rows)
-    return _norm_of_sum(residual, sums, residual, *options)
+    return _norm_of_sum(residual, rows, parts, residual, *options)
 
 
 def _norm_of_sum(
     x: torch.Tensor,
-    parts: torch.Tensor,
+    rows: torch.Tensor,
+    parts: int,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -169,13 +173,12 @@ def _norm_of_sum(
     prefetch_weights: bool,
     bf16_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The launch: results have the shape and dtype of ``x``, whose rows ``parts`` add up to."""
+    """The launch: results have the shape and dtype of ``x``, whose first part is ``rows``."""
     n_cols = x.shape[-1]
     if n_cols > _MAX_HIDDEN:
         raise ShapeMismatchError(
             f"x.shape={tuple(x.shape)}: expected at most {_MAX_HIDDEN} columns"
         )
-    rows = parts[0]
     residual_rows = None if residual is None else as_rows(residual)
     q = torch.empty(x.shape, dtype=FP8, device=x.device)
     residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -190,7 +193,7 @@ def _norm_of_sum(
     block = next_power_of_2(n_cols)
     of_warp = 512 if rows.shape[0] <= _FEW_ROWS else 1024
     _add_rms_norm_quant_kernel[(rows.shape[0],)](
-        parts,
+        rows,
         residual_rows,
         weight,
         scale,
@@ -200,11 +203,11 @@ def _norm_of_sum(
         residual_out,
         normed,
         rows.stride(0),
-        parts.stride(0) if len(parts) > 1 else 0,
+        rows.numel() if parts > 1 else 0,
         0 if residual_rows is None else residual_rows.stride(0),
         n_cols,
         eps,
-        PARTS=len(parts),
+        PARTS=parts,
         BLOCK=block,
         WRITE_NORMED=write_normed,
         PREFETCH=prefetch_weights,

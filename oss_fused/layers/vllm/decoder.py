@@ -102,10 +102,8 @@ class OssQwen3DecoderLayer(_FusedNorms, Qwen3DecoderLayer):
     """Qwen3's layer."""
 
 
-class OssMistralDecoderLayer(MistralDecoderLayer):
+class OssMistralDecoderLayer(_FusedNorms, MistralDecoderLayer):
     """Mistral's layer; one with time-conditioned norms runs as in vLLM."""
-
-    following: Following | None = None
 
     def forward(
         self,
@@ -116,8 +114,8 @@ class OssMistralDecoderLayer(MistralDecoderLayer):
     ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
         """Attention and MLP, a norm before each."""
         if self.ada_rms_norm_t_cond is not None:
-            return super().forward(positions, hidden_states, residual, t_cond)
-        return _FusedNorms.forward(self, positions, hidden_states, residual)
+            return MistralDecoderLayer.forward(self, positions, hidden_states, residual, t_cond)
+        return super().forward(positions, hidden_states, residual)
 
 
 class OssTransformerBlock(TransformerBlock):

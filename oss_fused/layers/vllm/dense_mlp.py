@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Llama's MLP on quantised activations, alone or with the next layer's norm as ``mlp_norm``.
 
-The norm behind the MLP is the next layer's, so a layer hands that one its quantised input. This
-holds on one rank, where no sum over ranks lies between both; elsewhere a layer ends with the MLP's
-result, as in vLLM.
+The norm behind the MLP is the next layer's, so a layer hands that one its quantised input, but for
+the last layer of a rank. A layer whose MLP ranks share ends with the MLP's result, as in vLLM: the
+sum over ranks lies between both.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ def join_mlps(
 ) -> None:
     """Tell each layer of classes ``kinds`` which norm follows it, where its MLP may run that norm.
 
-    Not with the monitor, which looks at the MLP's input, and not where something reads hidden
-    states between layers, which only draft models do.
+    Not with the monitor, which looks at the MLP's input, and not with speculation: some draft
+    models read hidden states between layers.
     """
-    if options.monitor_every or vllm_config.speculative_config is not None:
-        return
-    for kind in kinds:
-        tell_following(model.layers, kind, "self_attn")
+    if not options.monitor_every and vllm_config.speculative_config is None:
+        tell_following(model.layers, kinds, "self_attn")
 
 
 def gated_mlp(mlp: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:

@@ -42,7 +42,7 @@ def join_blocks(
         return
     if vllm_config.aux_output_config.enable_return_routed_experts:
         return
-    found = tell_following(model.layers, kind, "attn")
+    found = tell_following(model.layers, (kind,), "attn")
     if not found:
         return
     device = next(model.parameters()).device
