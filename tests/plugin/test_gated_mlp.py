@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
-from oss_fused.kernels.op import get_kernel
+from oss_fused.kernels.op import check_arguments, get_kernel
 from oss_fused.layers.vllm import decoder, dense_mlp, linear, warmup
 from oss_fused.layers.vllm.decoder import DENSE_LAYERS, OssMistralDecoderLayer
 from oss_fused.layers.vllm.linear import OssFp8LinearMethod
@@ -138,7 +138,7 @@ class Linear(nn.Module):
         self.weight, self.weight_scale = (nn.Parameter(t, False) for t in (codes, scale))
         self.bias, self.tp_rank, self.tp_size = None, 0, ranks
         self.quant_method = OssFp8LinearMethod(FP8_DYNAMIC, True, "projection")
-        self._input_quant_key, self.input_scale = key, torch.full((1,), 0.01)
+        self._input_quant_key, self.input_scale = key, torch.tensor([0.01]).float()
         self.seen = []
 
     def forward(self, x):
@@ -184,17 +184,18 @@ def join(layers, config=CONFIG, options=None):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """CPU tensors pass for a GPU's; which fused operators ran, with which static scale."""
+    """CPU tensors pass for a GPU's; what ``mlp_norm`` was called with."""
     ran = []
 
-    def note(name):
-        operator = get_kernel("torch", name)
-        monkeypatch.setattr(
-            torch.ops.oss_fused, name, lambda *a: (ran.append((name, a)), operator(*a))[1]
-        )
+    operator = get_kernel("torch", "mlp_norm")
+
+    def mlp_norm(*arguments):
+        check_arguments("mlp_norm", *arguments)
+        ran.append(arguments)
+        return operator(*arguments)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    note("mlp_norm")
+    monkeypatch.setattr(torch.ops.oss_fused, "mlp_norm", mlp_norm)
     monkeypatch.setattr(linear, "_mlp_fp8", get_kernel("torch", "mlp_fp8"))
     monkeypatch.setattr(linear, "_fp8_gemm", get_kernel("torch", "fp8_gemm"))
     monkeypatch.setattr(decoder, "_add_rms_norm_quant", get_kernel("torch", "add_rms_norm_quant"))
@@ -217,8 +218,8 @@ def test_a_layer_that_runs_the_next_norm_computes_the_same(kind, key, on_a_gpu):
     apart = through(layers)
     assert not on_a_gpu
     together = through(join(layers))
-    assert [name for name, _ in on_a_gpu] == ["mlp_norm"] * 2
-    scales = [arguments[10] for _, arguments in on_a_gpu]
+    assert len(on_a_gpu) == 2
+    scales = [arguments[10] for arguments in on_a_gpu]
     static = key == kFp8StaticTensorSym
     following = [each.self_attn.qkv_proj.input_scale for each in layers[1:]]
     assert all(a is (b if static else None) for a, b in zip(scales, following, strict=True))
@@ -232,11 +233,11 @@ def test_bias_and_levels_reach_the_operator(on_a_gpu):
     layers[0].mlp.down_proj.bias = torch.linspace(-1, 1, HIDDEN).bfloat16()
     layers[1].self_attn.qkv_proj.quant_method.bf16_rows = 8
     through(layers)
-    ((_, arguments),) = on_a_gpu
+    (arguments,) = on_a_gpu
     assert arguments[6] is layers[0].mlp.down_proj.bias and arguments[12:] == (True, 8)
     layers[0].mlp.down_proj.skip_bias_add = True
     through(layers)
-    assert on_a_gpu[1][1][6] is None
+    assert on_a_gpu[1][6] is None
 
 
 class Adapter(nn.Module):
@@ -263,7 +264,7 @@ def test_lora_on_attention_alone_gets_what_the_norm_wrote(on_a_gpu):
     through(layers)
     assert adapter.seen == [torch.Tensor]
     # the layer behind it has no adapter
-    assert [arguments[8] for _, arguments in on_a_gpu] == [layers[2].input_layernorm.weight]
+    assert [arguments[8] for arguments in on_a_gpu] == [layers[2].input_layernorm.weight]
 
 
 @pytest.mark.parametrize("offloaded", [0, 1])
@@ -297,14 +298,23 @@ def test_layers_of_other_kinds_are_not_joined(on_a_gpu):
     assert not dense_mlp.runs_next_norm(one, None)
 
 
-def test_warm_up_meets_each_bucket_of_split_sums(monkeypatch, on_a_gpu):
+@pytest.fixture
+def loading():
+    """vLLM's default dtype while it loads a bf16 model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_warm_up_meets_each_bucket_of_split_sums(monkeypatch, on_a_gpu, loading):
     monkeypatch.setattr(warmup, "_done", set())
     monkeypatch.setattr(dense_mlp, "splits", lambda tokens, n, k: 32 < tokens <= 128)
     layers = join([layer(10), layer(20)])
     for limit, rows in ((16, [1]), (100, [1, 33, 65]), (100, [])):
         on_a_gpu.clear()
         dense_mlp.warm_mlp(layers[0], limit)
-        assert [arguments[0].shape[0] for _, arguments in on_a_gpu] == rows
+        assert [arguments[0].shape[0] for arguments in on_a_gpu] == rows
     # another form of the next layer's input is another kernel
     layers[1].self_attn.qkv_proj._input_quant_key = kFp8StaticTensorSym
     dense_mlp.warm_mlp(layers[0], 100)

@@ -131,7 +131,7 @@ def warm_mlp(layer: Any, limit: int) -> None:
 
     def codes(tokens: int) -> QuantizedActivation:
         x = torch.zeros(tokens, hidden, dtype=FP8, device=device)
-        scale = torch.ones(tokens, 1, device=device)
+        scale = torch.ones(tokens, 1, dtype=torch.float32, device=device)
         return QuantizedActivation(x, scale, dtype, x.shape, kFp8DynamicTokenSym)
 
     def run(tokens: int) -> None:
