@@ -106,6 +106,37 @@ def newest_llama() -> Passages:
     ]
 
 
+def llama_with_parts() -> Passages:
+    """decode.md's run of Llama whose norms add parts of sums."""
+    cells = _cells("decode_llama_8b_parts")
+    profiles = load("h200/decode_llama_8b_parts/results.json")["profiles"]
+    kernels = {one["arm"]: one["busy_us"] / 1e3 for one in profiles if one["steps"]}
+    arms = ("oss_fp8", "fp8_per_tensor")
+    batches = (1, 8, 32, 128)
+    long, prompt = cells[128, 1024], cells[1, 8192]
+    steps, prompts = ([cell["arms"][arm]["ms"] for arm in arms] for cell in (long, prompt))
+    fastest = [[cells[batch, 128]["arms"][arm]["min"] for arm in arms] for batch in batches]
+    return [
+        (
+            "positions took {:.2f} ms, the baseline's {:.2f} ({:.2f}x; 1.25x would be {:.2f} ms)",
+            [*steps, long["speedup"], steps[1] / 1.25],
+        ),
+        (
+            "128 positions take {:.2f} ms (the baseline's {:.2f}). The host",
+            [kernels[arm] for arm in arms],
+        ),
+        (
+            "context 128 give {:.2f}, {:.2f}, {:.2f} and {:.2f},",
+            [cells[batch, 128]["speedup"] for batch in batches],
+        ),
+        (
+            "rounds alone {:.2f}, {:.2f}, {:.2f} and {:.2f}, where the baseline's {:.2f} ms",
+            [*(theirs / ours for ours, theirs in fastest), fastest[3][1]],
+        ),
+        ("prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x)", [*prompts, prompt["speedup"]]),
+    ]
+
+
 def short_run() -> Passages:
     """decode.md's steps of the run without a profile."""
     cells = load("h200/decode_gpt_oss_20b_short/results.json")["cells"]

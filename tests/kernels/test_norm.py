@@ -72,10 +72,11 @@ def test_a_row_has_the_same_bits_in_batches_that_stream(device):
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("tokens", [3, 65])
 def test_parts_of_a_sum_are_rounded_together(hidden, static, tokens, device):
-    """Float32 parts far larger than their sum: only a sum before the rounding keeps its bits."""
-    x, r, w = inputs(tokens, hidden, torch.bfloat16, device)
-    large = 256 * torch.randint(-8, 9, x.shape).to(device)
-    parts = torch.stack([large.float(), x.float() - large])
+    """Float32 parts far larger than their sum, which is rounded before the residual comes."""
+    x, r, w = inputs(tokens, hidden, torch.float32, device)
+    r, w = r.bfloat16(), w.bfloat16()
+    large = 256.0 * torch.randint(-8, 9, x.shape).to(device)
+    parts = torch.stack([large, x - large])
     x = parts.sum(0).bfloat16()
     scale = torch.full((1,), 0.01, device=device) if static else None
     got = sums_norm_quant(parts, r, w, EPS, scale, False, 0)

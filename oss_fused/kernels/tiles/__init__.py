@@ -156,8 +156,8 @@ def splits(m: int, n: int, k: int) -> bool:
 
     Of aligned outputs one kernel adds the parts of any number of rows.
     """
-    long = k >= _LONG and n in _SLICED_OUTPUTS
-    return long and row_bucket(m) in _SPLIT_BUCKETS and n % 16 == 0
+    is_long = n in _SLICED_OUTPUTS and k >= _LONG
+    return is_long and row_bucket(m) in _SPLIT_BUCKETS and n % 16 == 0
 
 
 def choose_two_levels(
