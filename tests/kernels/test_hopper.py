@@ -136,7 +136,7 @@ def test_rings_free_their_stages_where_k_is_longer(case, kernel, frees, compiled
     "case",
     [
         *(f"experts {tokens}" for tokens in (1, 8)),
-        *("mlp 1", "mlp 64", "mlp and norm 64", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
+        *("mlp and norm 1", "mlp and norm 64", "gate_up 4", "o_proj 8, two levels", "qkv 5120 64"),
         "example of add_rms_norm_quant",
     ],
 )
@@ -193,7 +193,10 @@ def test_two_levels_are_one_product_of_the_fastest_kernel(case, product, compile
 @pytest.mark.parametrize(
     ("case", "names"),
     [
-        ("mlp 1", ["_gate_up_stream_kernel", "_gemm_stream_kernel"]),
+        (
+            "mlp and norm 1",
+            ["_gate_up_stream_kernel", "_gemm_stream_kernel", "_add_rms_norm_quant_kernel"],
+        ),
         ("o_proj of Llama 1, two levels", ["_gemm_stream_kernel"]),
     ],
 )
