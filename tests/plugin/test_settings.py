@@ -231,11 +231,14 @@ def test_vllm_takes_each_option_as_a_flag():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ["layers", "blocks", "attention", "sums", "rope", "state"]),
+        ({}, ["layers", "blocks", "mlps", "attention", "sums", "rope", "state"]),
         ({"fused_layers": False}, ["attention", "sums", "state"]),
-        ({"attention_kernels": "vllm"}, ["layers", "blocks", "sums", "rope", "state"]),
-        ({"all_reduce_kernels": "vllm"}, ["layers", "blocks", "attention", "rope", "state"]),
-        ({"short_step": False}, ["layers", "blocks", "attention", "sums", "rope"]),
+        ({"attention_kernels": "vllm"}, ["layers", "blocks", "mlps", "sums", "rope", "state"]),
+        (
+            {"all_reduce_kernels": "vllm"},
+            ["layers", "blocks", "mlps", "attention", "rope", "state"],
+        ),
+        ({"short_step": False}, ["layers", "blocks", "mlps", "attention", "sums", "rope"]),
     ],
 )
 def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatch):
@@ -245,6 +248,7 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
     names = {
         "fuse_decoder_layers": "layers",
         "join_blocks": "blocks",
+        "join_mlps": "mlps",
         "adopt_attention": "attention",
         "adopt_all_reduce": "sums",
         "fuse_rope": "rope",
@@ -253,7 +257,7 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
         monkeypatch.setattr(models, name, lambda *_, short=short: done.append(short))
     monkeypatch.setattr(model_state, "brings_state", lambda model: done.append("state"))
     settings = with_options(from_checkpoint(CALIBRATED), options)
-    model = SimpleNamespace(model=SimpleNamespace(layers=[]))
+    model = SimpleNamespace(model=SimpleNamespace(layers=[]), is_outermost=True)
     quant_config = SimpleNamespace(settings=settings)
     config = SimpleNamespace(
         quant_config=quant_config,
@@ -266,5 +270,7 @@ def test_a_model_is_changed_as_the_options_say(options, expected, v2, monkeypatc
     # a draft model has default options, and shares the served model's communicator
     config.additional_config = {"oss_fused": {"all_reduce_kernels": "vllm"}}
     done.clear()
+    # a part of another model is not told when to warm up what joined layers run
+    model.is_outermost = False
     models._OssModel._adopt(model, config)
-    assert "sums" not in done
+    assert not {"sums", "mlps"} & {*done}
