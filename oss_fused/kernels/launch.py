@@ -18,8 +18,8 @@ kernel at most fetches its weights beside the one that runs: when more pile up t
 of Llama-8B took 78 us so instead of 72 for one token). The small kernels between two of them
 (norms, attention, routing, quantisation) call it first: the next weights are on their way while
 they run. Attention with large heads calls it behind its first loads, the norm with the router of
-one token behind what it writes early, the combination of several tokens' shares and the norm of
-more than 64 rows after their wait.
+one token behind what it writes early, the combination of several tokens' shares and
+add_rms_norm_quant of more than 64 rows after their wait.
 docs/results/notes/decode.md has the times.
 """
 

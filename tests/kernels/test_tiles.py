@@ -68,13 +68,16 @@ def test_a_long_row_of_few_outputs_is_sliced():
 
 
 def test_sums_over_a_long_row_are_shared_where_ctas_leave_room():
-    assert [rows for rows in tiles.ROW_BUCKETS if tiles.splits(rows, 4096, 14336)] == [64, 128]
-    assert tiles.splits(33, 4224, 8192) and not tiles.splits(32, 4096, 14336)
+    assert [rows for rows in tiles.ROW_BUCKETS if tiles.has_two_parts(rows, 4096, 14336)] == [
+        64,
+        128,
+    ]
+    assert tiles.has_two_parts(33, 4224, 8192) and not tiles.has_two_parts(32, 4096, 14336)
     # shapes that were not measured
-    assert not tiles.splits(64, 4240, 14336) and not tiles.splits(64, 4096, 8176)
-    assert not tiles.splits(64, 2112, 14336)
+    assert not tiles.has_two_parts(64, 4240, 14336) and not tiles.has_two_parts(64, 4096, 8176)
+    assert not tiles.has_two_parts(64, 2112, 14336)
     # the stride from part to part would say how wide loads are
-    assert not tiles.splits(64, 4088, 14336)
+    assert not tiles.has_two_parts(64, 4088, 14336)
 
 
 @pytest.mark.parametrize(

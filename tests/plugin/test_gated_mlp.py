@@ -309,7 +309,7 @@ def loading():
 
 def test_warm_up_meets_each_bucket_of_split_sums(monkeypatch, on_a_gpu, loading):
     monkeypatch.setattr(warmup, "_done", set())
-    monkeypatch.setattr(dense_mlp, "splits", lambda tokens, n, k: 32 < tokens <= 128)
+    monkeypatch.setattr(dense_mlp, "has_two_parts", lambda tokens, n, k: 32 < tokens <= 128)
     layers = join([layer(10), layer(20)])
     for limit, rows in ((16, [1]), (100, [1, 33, 65]), (100, [])):
         on_a_gpu.clear()

@@ -12,6 +12,8 @@ import torch
 import oss_fused
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.levels import BF16_ROWS
+from oss_fused.layers.vllm.decoder import norm_for
+from oss_fused.layers.vllm.dense_mlp import runs_next_norm
 from tests.plugin.conftest import GRAPHS, PROMPT, assert_agrees, build, calibrate, to_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.usefixtures("compiled")]
@@ -47,6 +49,11 @@ def test_layers_run_the_next_norm(family, tmp_path, engine):
     served = engine(folder, quantization="oss_fp8", **GRAPHS)
     following = [layer.following for layer in served.model.model.layers]
     assert None not in following[:-1] and following[-1] is None
+    rows = torch.ones(2, 2304, dtype=torch.bfloat16, device="cuda")
+    for layer in served.model.model.layers[:-1]:
+        projection = layer.mlp.gate_up_proj
+        x, _ = norm_for(layer.post_attention_layernorm, projection, rows, rows)
+        assert runs_next_norm(layer, x)
     prompt = (PROMPT * 5)[:50]
     assert_agrees(served.generate(prompt), folder, prompt=prompt, ignore=("lm_head",))
 
@@ -126,13 +133,14 @@ def test_nothing_of_ours_compiles_while_serving(family, tmp_path, engine, monkey
     default = {"oss_fused": {"linear_activations": "bf16"}}
     sizes = LONG_SUMS if family == "llama" else {}
     folder = build(tmp_path, family, head_dim=64, **sizes)
-    served = engine(folder, quantization="oss_fp8", additional_config=default, **GRAPHS)
+    options = {"additional_config": default, "max_model_len": 160}
+    served = engine(folder, quantization="oss_fp8", **options, **GRAPHS)
     monkeypatch.setattr(jit_monitor, "_active", False)
     jit_monitor.activate()
     # an engine before this one may have left the monitor on while this one warmed up
     compiled.clear()
-    for length in (1, 2, 3, 7, 12, 31, 50):
-        served.generate((PROMPT * 5)[:length])
+    for length in (1, 2, 3, 7, 12, 31, 50, 100):
+        served.generate((PROMPT * 10)[:length])
     ours = [name for name, _ in compiled if name in kernel_names()]
     assert not ours
 

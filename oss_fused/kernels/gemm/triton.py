@@ -143,12 +143,12 @@ def gemm_sums(
 ) -> torch.Tensor:
     """``fp8_gemm``'s result [M, N], or float32 parts of it [2, M, N].
 
-    Parts where the kernel behind adds them for less than the product gains (``tiles.splits``).
+    Parts where the kernel behind adds them for less than the product gains (``tiles.has_two_parts``).
     """
     (m, k), n = a.shape, b.shape[0]
     config = _tile(a.device, m, n, k)
     aligned = has_aligned_rows(a) and has_aligned_rows(b)
-    if not (config.pop("kernel") == "stream" and tiles.splits(m, n, k) and aligned):
+    if not (config.pop("kernel") == "stream" and tiles.has_two_parts(m, n, k) and aligned):
         return fp8_gemm(a, b, a_scale, b_scale, bias, out_dtype, prefetch_weights)
     sums = torch.empty(2, m, n, dtype=torch.float32, device=a.device)
     config["prefetch_weights"] = prefetch_weights

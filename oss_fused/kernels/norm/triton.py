@@ -35,7 +35,7 @@ _STREAMED_COLUMNS = range(4096)
 # rows that leave most multiprocessors idle: more warps take each
 _FEW_ROWS = 16
 # rows above which the next kernel's weights come behind what this one reads: a bucket's last
-_QUICK_ROWS = 64
+_EARLY_START_ROWS = 64
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _norm_of_sum(
         PREFETCH=prefetch_weights,
         STREAM=rows.shape[0] in _STREAMED_ROWS and n_cols in _STREAMED_COLUMNS,
         POLICY=activation_policy(rows.shape[0]),
-        START_FIRST=rows.shape[0] <= _QUICK_ROWS,
+        START_FIRST=rows.shape[0] <= _EARLY_START_ROWS,
         num_warps=min(max(block // of_warp, 1), 16),
         **pdl_options(x.device),
     )

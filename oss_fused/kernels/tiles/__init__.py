@@ -151,10 +151,10 @@ def gemm_rule(
     return {"kernel": "large", "group_m": 4}
 
 
-def splits(m: int, n: int, k: int) -> bool:
-    """Whether two CTAs should share each sum of a product, if adding them needs no launch.
+def has_two_parts(m: int, n: int, k: int) -> bool:
+    """Whether two CTAs should share each sum of a product, if adding both needs no launch.
 
-    Of aligned outputs one kernel adds the parts of any number of rows.
+    N is a multiple of 16: the norm that adds them is then compiled once for all numbers of rows.
     """
     is_long = n in _SLICED_OUTPUTS and k >= _LONG
     return is_long and row_bucket(m) in _SPLIT_BUCKETS and n % 16 == 0

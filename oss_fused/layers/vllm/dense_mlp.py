@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 
 import oss_fused.kernels  # noqa: F401  registers torch.ops.oss_fused
 from oss_fused.kernels.op import direct
-from oss_fused.kernels.tiles import row_bucket, splits
+from oss_fused.kernels.tiles import has_two_parts, row_bucket
 from oss_fused.layers.vllm.following import tell_following
 from oss_fused.layers.vllm.linear import (
     FP8,
@@ -139,7 +139,7 @@ def warm_mlp(layer: Any, limit: int) -> None:
         mlp_and_next_norm(layer, codes(tokens), residual)
 
     def variant(tokens: int) -> int:
-        return row_bucket(tokens) if splits(tokens, *weight.shape) else 0
+        return row_bucket(tokens) if has_two_parts(tokens, *weight.shape) else 0
 
     if not runs_next_norm(layer, codes(0)):
         return
