@@ -143,7 +143,7 @@ def gemm_sums(
 ) -> torch.Tensor:
     """``fp8_gemm``'s result [M, N], or float32 parts of it [2, M, N].
 
-    Parts where the kernel behind adds them for less than the product gains (``tiles.has_two_parts``).
+    Parts where adding them takes the kernel behind less than they save (tiles.has_two_parts).
     """
     (m, k), n = a.shape, b.shape[0]
     config = _tile(a.device, m, n, k)
