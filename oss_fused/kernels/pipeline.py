@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from oss_fused.kernels.gemm.portable import tile_of
+from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import wait_for_inputs, wait_unless
 
 # of 227 KB that a CTA can have; barriers take the rest
@@ -42,6 +43,19 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     layout = gl.NVMMASharedLayout(min(columns * size, 128), 8 * size)
     shape, strides = list(tensor.shape), [tensor.stride(0), 1]
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+
+
+def token_descriptor(tokens: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor of boxes [rows, columns] of ``tokens`` [M, K], whose last rows may lie behind M.
+
+    Those are read as far as the storage of ``tokens`` has them, whatever they hold: a product
+    leaves out their results. TMA is slower where a box ends outside of the tensor (empty_codes).
+    """
+    boxes = descriptor(tokens, rows, columns)
+    m, k = tokens.shape
+    held = tokens.untyped_storage().nbytes() // tokens.element_size() - tokens.storage_offset()
+    boxes.shape[0] = min(cdiv(m, rows) * rows, (held - k) // tokens.stride(0) + 1)
+    return boxes
 
 
 def chunk_descriptor(out: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:

@@ -42,6 +42,7 @@ from oss_fused.kernels.pipeline import (
     store_chunks,
     store_tile,
     sums_layout,
+    token_descriptor,
 )
 
 # rows and columns of a tile whose consumers take turns
@@ -274,7 +275,7 @@ def gemm_cooperative(
     first = 1 << (columns.bit_length() - 1)
     chunk = min(columns - first or 64, 64)
     descriptors = (
-        descriptor(a, rows, 128),
+        token_descriptor(a, rows, 128),
         descriptor(b, first, 128),
         descriptor(b, columns - first, 128) if columns > first else None,
         chunk_descriptor(out, rows, chunk),
@@ -305,7 +306,7 @@ def gemm_pingpong(
     m, n = out.shape
     size, chunk = _TURN_TILE, 64
     descriptors = (
-        descriptor(a, size, 128),
+        token_descriptor(a, size, 128),
         descriptor(b, size, 128),
         None,
         chunk_descriptor(out, size, chunk),

@@ -26,7 +26,7 @@ from oss_fused.kernels.gemm.codes import LEAST_ROWS, make_code_tiles, store_code
 from oss_fused.kernels.gemm.scales import scale_column, scale_row
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
-from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.pipeline import descriptor, token_descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, ring_layout, sum_ring
 from oss_fused.kernels.tiles import MOST_QUANTISED, ONE_WAVE
 
@@ -329,7 +329,7 @@ def gemm_stream(
     wide = out.element_size() > 2 and splits == 1
     length, sizes = _sizes(k, tile, levels, slices, splits, wide, a_scale is None)
     _gemm_stream_kernel[(cdiv(n, rows), cdiv(levels * m, block_m), splits)](
-        None if a_scale is None else descriptor(a, block_m, WIDTH),
+        None if a_scale is None else token_descriptor(a, block_m, WIDTH),
         a if a_scale is None else None,
         descriptor(b, rows, WIDTH),
         a_scale,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import FP8, has_aligned_rows
+from oss_fused.kernels.checks import empty_codes, has_aligned_rows
 from oss_fused.kernels.gemm.triton import fp8_gemm, gemm_sums, linear_in_one_launch
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
@@ -91,7 +91,7 @@ def mlp_norm(
 
 
 def _codes(y: torch.Tensor, part_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.empty(y.shape, dtype=FP8, device=y.device)
+    q = empty_codes(y.shape, y.device)
     scale = torch.empty(y.shape[0], 1, dtype=torch.float32, device=y.device)
     quantize_parts(y, part_amax, q, scale)
     return q, scale

@@ -18,7 +18,7 @@ from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import KEPT, pdl_options, start_next, wait_for_inputs, wait_unless
 from oss_fused.kernels.mlp.triton import activate
 from oss_fused.kernels.numerics import magnitude_bits
-from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.pipeline import descriptor, token_descriptor
 from oss_fused.kernels.qkv.stream import paired_layout
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, sum_ring
 from oss_fused.kernels.tiles import row_bucket
@@ -110,7 +110,7 @@ def gate_up_stream(
     y = torch.empty(m, n, dtype=out_dtype, device=a.device)
     part_amax = torch.empty(m, cdiv(n, PAIRS), dtype=torch.int32, device=a.device)
     _gate_up_stream_kernel[(cdiv(n, PAIRS),)](
-        descriptor(a, block_m, WIDTH),
+        token_descriptor(a, block_m, WIDTH),
         descriptor(b, PAIRS, WIDTH),
         a_scale,
         b_scale,

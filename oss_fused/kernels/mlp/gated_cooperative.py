@@ -22,6 +22,7 @@ from oss_fused.kernels.pipeline import (
     multiply_tile,
     ring_stages,
     store_tile,
+    token_descriptor,
 )
 
 
@@ -123,7 +124,7 @@ def gated_cooperative(
     block_k = 128 // x.element_size()
     tiles = cdiv(m, 128) * cdiv(n, block_n)
     _gated_cooperative_kernel[(min(tiles, multiprocessors(x.device)),)](
-        descriptor(x, 64, block_k),
+        token_descriptor(x, 64, block_k),
         descriptor(gate_weight, block_n, block_k),
         descriptor(up_weight, block_n, block_k),
         x_scale,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.checks import FP8, as_rows
+from oss_fused.kernels.checks import as_rows, empty_codes
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import KEPT, pdl_options, start_next, wait_for_inputs
@@ -145,7 +145,7 @@ def act_mul_quant(
             f"x.shape={tuple(x.shape)}: expected at most {2 * _MAX_INTERMEDIATE} columns"
         )
     rows = as_rows(x)
-    q = torch.empty(*x.shape[:-1], n_cols, dtype=FP8, device=x.device)
+    q = empty_codes((*x.shape[:-1], n_cols), x.device)
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
     out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
     if q.numel() == 0:

@@ -23,7 +23,7 @@ from oss_fused.kernels.launch import (
     wait_for_inputs,
     wait_unless,
 )
-from oss_fused.kernels.pipeline import descriptor
+from oss_fused.kernels.pipeline import descriptor, token_descriptor
 from oss_fused.kernels.ring import WIDTH, load_ring, make_ring, make_tiles, sum_ring
 from oss_fused.kernels.tiles import row_bucket
 
@@ -265,7 +265,7 @@ def launch(
     q = torch.empty(m, num_heads * head_dim, dtype=q_dtype, device=x.device)
     block_m, slabs, stages = _tile(rows, k, levels)
     _qkv_kernel[(cdiv(weight.shape[0], 2 * BOX_ROWS),)](
-        descriptor(x, block_m, WIDTH),
+        token_descriptor(x, block_m, WIDTH),
         descriptor(weight, BOX_ROWS, WIDTH),
         x_scale,
         weight_scale,

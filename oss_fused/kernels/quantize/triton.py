@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from oss_fused.kernels.checks import (
-    FP8,
     as_rows,
+    empty_codes,
 )
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
@@ -220,7 +220,7 @@ def quantize_fp8(
     """Quantise ``x`` to FP8 E4M3; see kernels/quantize for the contract."""
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    q = empty_codes(x.shape, x.device)
     if scale is not None:
         _quantize_static(rows, q, scale)
         return q, scale.clone()
@@ -243,7 +243,7 @@ def quantize_fp8(
 def quantize_levels(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both levels [2 R, C] of ``rows`` [R, C], C at least 1, and their scales [R, 1]."""
     n_rows, n_cols = rows.shape
-    q = torch.empty(2 * n_rows, n_cols, dtype=FP8, device=rows.device)
+    q = empty_codes((2 * n_rows, n_cols), rows.device)
     scale = torch.empty(n_rows, 1, dtype=torch.float32, device=rows.device)
     _quantize_rows(rows, q, scale, 2)
     return q, scale
@@ -275,7 +275,7 @@ def quantize_fp8_adjusted(
     """Quantise with ``scale``, raised where it is too small; see kernels/quantize."""
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    q = empty_codes(x.shape, x.device)
     if x.numel() == 0:
         return q, scale.clone()
     out_scale = torch.empty(scale.shape, dtype=torch.float32, device=x.device)
