@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from oss_fused.errors import (
     UnsupportedDeviceError,
     UnsupportedDtypeError,
 )
-from oss_fused.kernels.integers import cdiv, next_power_of_2
 
 FP8 = torch.float8_e4m3fn
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -27,10 +24,6 @@ STRATEGIES = ("tensor", "token", "channel")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SIDES = ("up", "gate")
 ON_OVERFLOW = ("adjust", "saturate", "raise")
-
-# rows of the smallest and of the largest tile of tokens; rows up to which codes fill tiles: more
-# may be a weight's, and their last tile is one of many
-_LEAST_TILE, _TILE, _MOST_TILED = 16, 128, 1024
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -52,19 +45,6 @@ def check_on_device(device: torch.device, name: str, tensor: torch.Tensor) -> No
         raise UnsupportedDeviceError(
             f"{name}.device={tensor.device}: expected {device}, as the first argument"
         )
-
-
-def empty_codes(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Uninitialised codes [..., C], whose storage holds whole tiles of rows of up to 1024 rows.
-
-    A product reads its tokens in tiles. Where a tile ends outside of memory that it may read, TMA
-    is slower: a layer of Llama-3-8B took 110 us so at 96 tokens, and 107 at 128.
-    """
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    held = max(next_power_of_2(rows), _LEAST_TILE)
-    if rows > _TILE:
-        held = cdiv(rows, _TILE) * _TILE if rows <= _MOST_TILED else rows
-    return torch.empty(held, columns, dtype=FP8, device=device).resize_(tuple(shape))
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:

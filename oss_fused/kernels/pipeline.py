@@ -48,11 +48,13 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 def token_descriptor(tokens: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of boxes [rows, columns] of ``tokens`` [M, K], whose last rows may lie behind M.
 
-    Those are read as far as the storage of ``tokens`` has them, whatever they hold: a product
-    leaves out their results. TMA is slower where a box ends outside of the tensor (empty_codes).
+    Those are read as far as the storage of ``tokens`` has them (token_tiles.py), whatever they
+    hold: a product leaves out their results.
     """
     boxes = descriptor(tokens, rows, columns)
     m, k = tokens.shape
+    if m % rows == 0:
+        return boxes
     held = tokens.untyped_storage().nbytes() // tokens.element_size() - tokens.storage_offset()
     boxes.shape[0] = min(cdiv(m, rows) * rows, (held - k) // tokens.stride(0) + 1)
     return boxes

@@ -24,6 +24,7 @@ from oss_fused.bench.timing import time_replays
 from oss_fused.errors import TritonKernelError
 from oss_fused.files import write_text
 from oss_fused.kernels import tiles
+from oss_fused.kernels.token_tiles import empty_token_codes
 from oss_fused.specs import FP8GEMMInput
 from oss_fused.tuning.cache import TuningCache
 from oss_fused.tuning.device import DeviceDescription
@@ -276,7 +277,8 @@ def gpu_launch(bucket: int, n: int, k: int, device: torch.device) -> Launch:
     from oss_fused.kernels.gemm.triton import PREFETCHING, kernels
 
     copies = max(1, min(_MAX_COPIES, int(_ROTATED_BYTES // (n * k)) + 1))
-    a = torch.randn(bucket, k, device=device).to(torch.float8_e4m3fn)
+    # in a storage of whole tiles, as the codes of served tokens
+    a = empty_token_codes((bucket, k), device).copy_(torch.randn(bucket, k, device=device))
     weight = torch.randn(n, k, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
     weights = itertools.cycle([weight.clone() for _ in range(copies)])
     a_scale = torch.rand(bucket, 1, device=device)

@@ -263,6 +263,7 @@ def decode() -> Passages:
     found += h100_pages.decode() + other_runs.newest() + other_runs.slow_rounds()
     found += other_runs.short_run() + other_runs.newest_llama() + other_runs.prompts()
     found += other_runs.llama_with_parts()
+    found += other_runs.llama_with_tiles()
     found += step_kernels.passages()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"

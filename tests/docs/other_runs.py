@@ -137,6 +137,63 @@ def llama_with_parts() -> Passages:
     ]
 
 
+def llama_with_tiles() -> Passages:
+    """decode.md's run of Llama with 72 sequences, and with an FP8 lm_head."""
+    cells = _cells("decode_llama_8b_tiles")
+    arms = ("oss_fp8", "fp8_per_tensor")
+    contexts, batches = (128, 1024), (1, 8, 32, 128)
+
+    def ms(batch: int, context: int, arm: str, which: str = "ms") -> float:
+        return float(cells[batch, context]["arms"][arm][which])
+
+    def ratios(batch: int) -> list[float]:
+        return [cells[batch, context]["speedup"] for context in contexts]
+
+    few = [[ms(72, context, arm) for context in contexts] for arm in arms]
+    fastest = [[ms(batch, 128, arm, "min") for arm in arms] for batch in batches]
+    prompts = [ms(1, 8192, arm) for arm in arms]
+    of_five = "{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}"
+    heads = [[ms(b, context, "oss_fp8_head") for b in (1, 8, 32, 72, 128)] for context in contexts]
+    long = ms(128, 1024, "fp8_per_tensor") / heads[1][-1]
+    return [
+        (
+            (
+                "{:.2f} ms at context 128 and {:.2f} at 1024, the baseline's {:.2f} and {:.2f} "
+                "({:.2f}x and {:.2f}x)"
+            ),
+            [*few[0], *few[1], *ratios(72)],
+        ),
+        (
+            "positions took {:.2f} ms, the baseline's {:.2f} ({:.2f}x). The medians",
+            [*(ms(128, 1024, arm) for arm in arms), ratios(128)[1]],
+        ),
+        (
+            "give {:.2f}, {:.2f}, {:.2f} and {:.2f} at 1, 8, 32 and 128 sequences,",
+            [ratios(batch)[0] for batch in batches],
+        ),
+        (
+            "rounds alone {:.2f}, {:.2f}, {:.2f} and {:.2f}. At 128",
+            [theirs / ours for ours, theirs in fastest],
+        ),
+        (
+            "both rounds, {:.2f} and {:.2f} ms,",
+            [ms(128, 128, "oss_fp8", which) for which in ("min", "max")],
+        ),
+        (
+            "The prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x)",
+            [*prompts, prompts[1] / prompts[0]],
+        ),
+        (
+            (
+                f"others: {of_five} ms at 1, 8, 32, 72 and 128 sequences of 128 positions, "
+                f"{of_five} of 1024 "
+                "({:.2f}x of the baseline"
+            ),
+            [*heads[0], *heads[1], long],
+        ),
+    ]
+
+
 def short_run() -> Passages:
     """decode.md's steps of the run without a profile."""
     cells = load("h200/decode_gpt_oss_20b_short/results.json")["cells"]

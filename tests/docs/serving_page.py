@@ -68,12 +68,29 @@ def _newer_vllm() -> Passages:
     return [(f"| {steps} | {{:.1f}} / {{:.1f}} ({{:.2f}}x) |", values)]
 
 
+def _head() -> Passages:
+    """Steps of Llama with and without an FP8 lm_head."""
+    cells = load("h200/decode_llama_8b_tiles/results.json")["cells"]
+    ms = {
+        (cell["batch"], cell["context"], arm): cell["arms"][arm]["ms"]
+        for cell in cells
+        for arm in ("oss_fp8_head", "oss_fp8")
+    }
+    pair = "{:.2f} instead of {:.2f} ms"
+    few, long = (
+        [ms[batch, context, arm] for arm in ("oss_fp8_head", "oss_fp8")]
+        for batch, context in ((1, 128), (128, 1024))
+    )
+    return [(f"{pair}, one of 128 sequences of 1024 positions {pair}", [*few, *long])]
+
+
 def serving() -> Passages:
     monitor = load("h200/monitor.json")
     return [
         *drafts_passages.drafts(),
         *_newer_vllm(),
         *_kv_cache(),
+        *_head(),
         (
             "a sample takes {:.1f} ms more than its step of {:.1f} ms",
             [monitor["batch_32"]["sample_extra_ms"], monitor["batch_32"]["step_ms"]],

@@ -201,8 +201,7 @@ def fp8_linear(
         levels, scale = quantize_levels(rows)
         q = levels[::2]
     else:
-        strategy = "token" if input_scale is None else "tensor"
         column = None if input_scale is None else input_scale.reshape(-1, 1)
-        q, scale = quantize_fp8(rows, column, strategy)
+        q, scale = quantize_fp8(rows, column, "token")
     out = fp8_gemm(q, weight, scale, weight_scale, bias, x.dtype, prefetch_weights, levels)
     return out.view(*x.shape[:-1], n)

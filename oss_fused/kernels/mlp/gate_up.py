@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 
 from oss_fused.kernels import tiles
-from oss_fused.kernels.checks import empty_codes, has_aligned_rows
+from oss_fused.kernels.checks import has_aligned_rows
 from oss_fused.kernels.gemm.triton import fp8_gemm, gemm_sums, linear_in_one_launch
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.triton import act_mul_quant, quantize_parts
 from oss_fused.kernels.norm.triton import sums_norm_quant
+from oss_fused.kernels.token_tiles import empty_token_codes
 
 
 def gate_up_quant(
@@ -91,7 +92,7 @@ def mlp_norm(
 
 
 def _codes(y: torch.Tensor, part_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = empty_codes(y.shape, y.device)
+    q = empty_token_codes(y.shape, y.device)
     scale = torch.empty(y.shape[0], 1, dtype=torch.float32, device=y.device)
     quantize_parts(y, part_amax, q, scale)
     return q, scale

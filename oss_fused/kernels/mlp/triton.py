@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.checks import as_rows, empty_codes
+from oss_fused.kernels.checks import as_rows
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import KEPT, pdl_options, start_next, wait_for_inputs
@@ -25,6 +25,7 @@ from oss_fused.kernels.numerics import (
     round_to,
     scale_of_amax,
 )
+from oss_fused.kernels.token_tiles import empty_token_codes
 
 _MAX_INTERMEDIATE = 65536
 # up to so many rows, CTAs of so many columns: one CTA takes 3 us to activate 14336 (H200)
@@ -145,7 +146,7 @@ def act_mul_quant(
             f"x.shape={tuple(x.shape)}: expected at most {2 * _MAX_INTERMEDIATE} columns"
         )
     rows = as_rows(x)
-    q = empty_codes((*x.shape[:-1], n_cols), x.device)
+    q = empty_token_codes((*x.shape[:-1], n_cols), x.device)
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape
     out_scale = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
     if q.numel() == 0:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.checks import FP8, empty_codes
+from oss_fused.kernels.checks import FP8
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -22,6 +22,7 @@ from oss_fused.kernels.levels import has_two_levels
 from oss_fused.kernels.moe.choice import ranked
 from oss_fused.kernels.norm.triton import normalized, store_codes
 from oss_fused.kernels.numerics import round_to
+from oss_fused.kernels.token_tiles import empty_token_codes
 
 # columns of a program where several share a row
 _PART = 128
@@ -210,7 +211,7 @@ def combine_norm(
     tokens, device = residual.shape[0], residual.device
     experts = summands.weights.shape[1] if summands.place is None else 0
     shape = _Shape(hidden, top_k, shares, experts, renormalize)
-    q = empty_codes((tokens, hidden), device)
+    q = empty_token_codes((tokens, hidden), device)
     residual_out = torch.empty_like(residual)
     out_scale = torch.empty(
         (tokens, 1) if scale is None else scale.shape, dtype=torch.float32, device=device

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from oss_fused.errors import ShapeMismatchError
-from oss_fused.kernels.checks import FP8, as_rows, empty_codes
+from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs, wait_unless
@@ -25,6 +25,7 @@ from oss_fused.kernels.numerics import (
     scale_of_amax,
     two_levels,
 )
+from oss_fused.kernels.token_tiles import empty_token_codes
 
 _MAX_HIDDEN = 32768
 # Rows and columns of which the results stay in an H200's L2 when what is read passes it as a
@@ -180,7 +181,7 @@ def _norm_of_sum(
             f"x.shape={tuple(x.shape)}: expected at most {_MAX_HIDDEN} columns"
         )
     residual_rows = None if residual is None else as_rows(residual)
-    q = empty_codes(x.shape, x.device)
+    q = empty_token_codes(x.shape, x.device)
     residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = torch.empty(x.shape if write_normed else (0,), dtype=x.dtype, device=x.device)
     scale_shape = (*x.shape[:-1], 1) if scale is None else scale.shape

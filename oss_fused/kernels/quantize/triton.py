@@ -15,10 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oss_fused.kernels.checks import (
-    as_rows,
-    empty_codes,
-)
+from oss_fused.kernels.checks import FP8, as_rows
 from oss_fused.kernels.eviction import activation_policy
 from oss_fused.kernels.integers import cdiv, next_power_of_2
 from oss_fused.kernels.launch import pdl_options, start_next, wait_for_inputs
@@ -31,6 +28,7 @@ from oss_fused.kernels.numerics import (
     scale_of_amax,
     two_levels,
 )
+from oss_fused.kernels.token_tiles import empty_token_codes
 
 # widest row kept in registers: 64 values a thread with 256 threads
 _MAX_ROW_BLOCK = 16384
@@ -220,7 +218,11 @@ def quantize_fp8(
     """Quantise ``x`` to FP8 E4M3; see kernels/quantize for the contract."""
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    q = empty_codes(x.shape, x.device)
+    # other strategies are those of weights
+    if strategy == "token":
+        q = empty_token_codes(x.shape, x.device)
+    else:
+        q = torch.empty(x.shape, dtype=FP8, device=x.device)
     if scale is not None:
         _quantize_static(rows, q, scale)
         return q, scale.clone()
@@ -243,7 +245,7 @@ def quantize_fp8(
 def quantize_levels(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both levels [2 R, C] of ``rows`` [R, C], C at least 1, and their scales [R, 1]."""
     n_rows, n_cols = rows.shape
-    q = empty_codes((2 * n_rows, n_cols), rows.device)
+    q = empty_token_codes((2 * n_rows, n_cols), rows.device)
     scale = torch.empty(n_rows, 1, dtype=torch.float32, device=rows.device)
     _quantize_rows(rows, q, scale, 2)
     return q, scale
@@ -275,7 +277,7 @@ def quantize_fp8_adjusted(
     """Quantise with ``scale``, raised where it is too small; see kernels/quantize."""
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    q = empty_codes(x.shape, x.device)
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
     if x.numel() == 0:
         return q, scale.clone()
     out_scale = torch.empty(scale.shape, dtype=torch.float32, device=x.device)
