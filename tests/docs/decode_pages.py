@@ -268,7 +268,7 @@ def decode() -> Passages:
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
-        for model in ("gpt_oss_20b", "llama_8b"):
+        for model in ("gpt_oss_20b", "llama_8b_tiles"):
             values += [best(model, batch), oss(model, batch), speedup(model, batch)]
             values.append(speedup(model, batch, 1024))
         found.append((row, values))
@@ -280,7 +280,11 @@ def decode() -> Passages:
         ),
         (
             "| prefill 8192 | {:.1f} | {:.1f} | {:.2f} | | {:.1f} | {:.1f} | {:.2f} | |",
-            [f(m, 1, 8192) for m in ("gpt_oss_20b", "llama_8b") for f in (best, oss, speedup)],
+            [
+                f(m, 1, 8192)
+                for m in ("gpt_oss_20b", "llama_8b_tiles")
+                for f in (best, oss, speedup)
+            ],
         ),
         ("Prefill of gpt-oss: {:.1f} ms", [oss("gpt_oss_20b", 1, 8192)]),
         (
