@@ -2,7 +2,8 @@
 """Parts of persistent, warp-specialised products in Gluon: one warp loads, others multiply.
 
 A ring of shared-memory buffers lies between them. A consumer (four warps) owns ROWS rows of a
-tile; all share the tile's columns, which come from one weight or, as two halves, from two. The
+tile; all share the tile's columns, in one or several parts, which come from one weight or, as two
+halves, from two. The
 consumers run apart by as much as the ring allows, so that one stores its result while the tensor
 cores work for the other, and the loading warp is ahead of both.
 """
@@ -74,6 +75,28 @@ def ring_stages(stage_bytes: int, other_bytes: int = 5 * 1024, most: int = 8) ->
 
 
 @gluon.constexpr_function
+def early_stages(stages):
+    """Stages of a ring whose weights are requested before the wait for the kernel ahead.
+
+    The others come behind the first tokens: memory would bring all weights before what the kernel
+    ahead still reads, and before the tokens.
+    """
+    return stages - stages // 4
+
+
+@gluon.constexpr_function
+def part_widths(columns):
+    """Powers of two that add up to ``columns``, the widest first: parts of a tile's columns."""
+    return [1 << bit for bit in reversed(range(columns.bit_length())) if columns >> bit & 1]
+
+
+@gluon.constexpr_function
+def part_start(columns, part):
+    """First column of a part of a tile of ``columns`` columns."""
+    return sum(part_widths(columns)[:part])
+
+
+@gluon.constexpr_function
 def sums_layout(columns, bits):
     """Layout of a consumer's sums over ``columns`` columns of operands of ``bits`` bits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
@@ -106,20 +129,17 @@ def free_previous(empty, slot, STAGES: gl.constexpr, pred):
 
 
 @gluon.jit
-def make_ring(a_desc, b_desc, c_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Buffers and barriers: (rows, columns, more columns or None, full, empty)."""
-    ROWS: gl.constexpr = a_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    rows = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], a_desc.layout
-    )
-    columns = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    more = columns
-    if c_desc is not None:
-        BLOCK_C: gl.constexpr = c_desc.block_type.shape[0]
-        more = gl.allocate_shared_memory(c_desc.dtype, [STAGES, BLOCK_C, BLOCK_K], c_desc.layout)
-    return rows, columns, more, barriers_of(STAGES, 1), barriers_of(STAGES, CONSUMERS)
+def _boxes_of(desc, COUNT: gl.constexpr):
+    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def make_ring(a_desc, b_descs, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Buffers and barriers: (rows, columns by the parts of ``b_descs``, full, empty)."""
+    rows = _boxes_of(a_desc, STAGES * CONSUMERS)
+    columns = [_boxes_of(desc, STAGES) for desc in b_descs]
+    return rows, columns, barriers_of(STAGES, 1), barriers_of(STAGES, CONSUMERS)
 
 
 @gluon.jit
@@ -137,51 +157,53 @@ def make_buffers(out_desc, ring, BUFFERS: gl.constexpr):
 
 @gluon.jit
 def _request_columns(
-    a_desc, b_desc, c_desc, ring, slot, first_n, start, OFFSET: gl.constexpr, pred
+    a_desc, b_descs, ring, slot, first_n, start, STEP_N: gl.constexpr, JOINED: gl.constexpr, pred
 ):
     """Weights of a K block; announces the rows of ``a`` that follow into the same slot."""
-    rows, columns, more, full, _empty = ring
-    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns.type.shape[0]
-    SECOND: gl.constexpr = c_desc is not None
-    WEIGHTS: gl.constexpr = b_desc.block_type.nbytes + (c_desc.block_type.nbytes if SECOND else 0)
+    rows, columns, full, _empty = ring
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns[0].type.shape[0]
+    COLUMNS: gl.constexpr = STEP_N if JOINED else STEP_N * len(b_descs)
+    OF_COLUMN: gl.constexpr = b_descs[0].block_type.nbytes // b_descs[0].block_type.shape[0]
+    WEIGHTS: gl.constexpr = COLUMNS * OF_COLUMN
     ready = full.index(slot)
     mbarrier.expect(ready, CONSUMERS * a_desc.block_type.nbytes + WEIGHTS, pred=pred)
-    copy_box(b_desc, [first_n, start], ready, columns.index(slot), pred=pred)
-    if SECOND:
-        copy_box(c_desc, [first_n + OFFSET, start], ready, more.index(slot), pred=pred)
+    for part in gl.static_range(len(b_descs)):
+        at = first_n + (part_start(STEP_N, part) if JOINED else 0)
+        copy_box(b_descs[part], [at, start], ready, columns[part].index(slot), pred=pred)
 
 
 @gluon.jit
 def load_tiles(
     a_desc,
-    b_desc,
-    c_desc,
+    b_descs,
     ring,
     sizes,
     STEP_N: gl.constexpr,
-    OFFSET: gl.constexpr,
+    JOINED: gl.constexpr,
     GROUP_M: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
     """The loading warp: every K block of every tile of this CTA, as soon as a slot is free.
 
-    With PREFETCH the first weights are requested before the wait. ``sizes`` are the blocks of rows
-    and of columns, M, N and K.
+    With PREFETCH the first weights are requested before the wait. JOINED: ``b_descs`` are parts of
+    one weight, whose columns lie side by side in a tile of STEP_N; else each has STEP_N of its own.
+    ``sizes`` are the blocks of rows and of columns, M, N and K.
     """
     blocks_m, blocks_n, _m, _n, k = sizes
-    rows, columns, _more, full, empty = ring
-    STAGES: gl.constexpr = columns.type.shape[0]
+    rows, columns, full, empty = ring
+    STAGES: gl.constexpr = columns[0].type.shape[0]
     CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
     ROWS: gl.constexpr = rows.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
+    EARLY: gl.constexpr = early_stages(STAGES)
     _first, block_n = tile_of(gl.program_id(0), blocks_m, blocks_n, GROUP_M)
     wait_unless(PREFETCH)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(EARLY):
         start = slot * BLOCK_K
         _request_columns(
-            a_desc, b_desc, c_desc, ring, slot, block_n * STEP_N, start, OFFSET, start < k
+            a_desc, b_descs, ring, slot, block_n * STEP_N, start, STEP_N, JOINED, start < k
         )
-    requested = gl.minimum(STAGES, gl.cdiv(k, BLOCK_K))
+    requested = gl.minimum(EARLY, gl.cdiv(k, BLOCK_K))
     wait_for_inputs()
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -192,7 +214,7 @@ def load_tiles(
         for start in range(0, k, BLOCK_K):
             mbarrier.wait(empty.index(slot), phase)
             _request_columns(
-                a_desc, b_desc, c_desc, ring, slot, first_n, start, OFFSET, requested <= 0
+                a_desc, b_descs, ring, slot, first_n, start, STEP_N, JOINED, requested <= 0
             )
             requested -= 1
             for part in gl.static_range(CONSUMERS):
@@ -206,43 +228,53 @@ def load_tiles(
 
 
 @gluon.jit
-def multiply_tile(ring, slot, phase, k, PART: gl.constexpr, SECOND: gl.constexpr):
-    """Sums of one tile over all of K: (columns, more columns or the same, slot, phase).
+def _no_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr, BITS: gl.constexpr):
+    layout: gl.constexpr = sums_layout(COLUMNS, BITS)
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout=layout)
+
+
+@gluon.jit
+def _add_block(a, columns, slot, sums, INDEX: gl.constexpr):
+    """Products of ``a`` with a slot's columns from part INDEX on, under way to their sums."""
+    b = columns[INDEX].index(slot).permute((1, 0))
+    acc = warpgroup_mma(a, b, sums[INDEX], is_async=True)
+    if len(columns) == INDEX + 1:
+        return (acc,)
+    else:
+        # Triton knows no starred expression
+        return (acc,) + _add_block(a, columns, slot, sums, INDEX + 1)  # noqa: RUF005
+
+
+@gluon.jit
+def _wait_for(sums, PENDING: gl.constexpr):
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=[sums[0]]),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=sums)
+
+
+@gluon.jit
+def multiply_tile(ring, slot, phase, k, PART: gl.constexpr):
+    """Sums of one tile over all of K, by the parts of its columns; the next slot, phase.
 
     A block's product is issued before the last one ends; waiting for each measured the same.
     """
-    rows, columns, more, full, empty = ring
-    STAGES: gl.constexpr = columns.type.shape[0]
+    rows, columns, full, empty = ring
+    STAGES: gl.constexpr = columns[0].type.shape[0]
     CONSUMERS: gl.constexpr = rows.type.shape[0] // STAGES
     ROWS: gl.constexpr = rows.type.shape[1]
-    BLOCK_N: gl.constexpr = columns.type.shape[1]
-    BLOCK_C: gl.constexpr = more.type.shape[1]
     BLOCK_K: gl.constexpr = rows.type.shape[2]
     BITS: gl.constexpr = rows.dtype.primitive_bitwidth
-    PENDING: gl.constexpr = 2 if SECOND else 1
-    first: gl.constexpr = sums_layout(BLOCK_N, BITS)
-    second: gl.constexpr = sums_layout(BLOCK_C, BITS)
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=first)
-    if SECOND:
-        other = gl.zeros([ROWS, BLOCK_C], gl.float32, layout=second)
+    sums = [_no_sums(ROWS, part.type.shape[1], BITS) for part in columns]
     for start in range(0, k, BLOCK_K):
         mbarrier.wait(full.index(slot), phase)
         a = rows.index(slot * CONSUMERS + PART)
-        acc = warpgroup_mma(a, columns.index(slot).permute((1, 0)), acc, is_async=True)
-        if SECOND:
-            other = warpgroup_mma(a, more.index(slot).permute((1, 0)), other, is_async=True)
-            acc, other = warpgroup_mma_wait(PENDING, deps=[acc, other])
-        else:
-            acc = warpgroup_mma_wait(PENDING, deps=[acc])
+        sums = _wait_for(_add_block(a, columns, slot, sums, 0), len(columns))
         free_previous(empty, slot, STAGES, start > 0)
         slot, phase = next_slot(slot, phase, STAGES)
-    if SECOND:
-        acc, other = warpgroup_mma_wait(0, deps=[acc, other])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        other = acc
+    sums = _wait_for(sums, 0)
     free_previous(empty, slot, STAGES, True)
-    return acc, other, slot, phase
+    return sums, slot, phase
 
 
 @gluon.constexpr_function

@@ -17,7 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from oss_fused.kernels.launch import wait_for_inputs, wait_unless
-from oss_fused.kernels.pipeline import barriers_of, copy_box, free_previous, next_slot
+from oss_fused.kernels.pipeline import (
+    barriers_of,
+    copy_box,
+    early_stages,
+    free_previous,
+    next_slot,
+)
 
 # columns of a box
 WIDTH = 128
@@ -100,8 +106,9 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
     STEP: gl.constexpr = SLABS * b_desc.block_type.shape[1]
     OF_TOKENS: gl.constexpr = 0 if a_desc is None else tokens.type.shape[1]
     TILE_ROWS: gl.constexpr = OF_TOKENS + weights.type.shape[1]
+    EARLY: gl.constexpr = early_stages(STAGES)
     wait_unless(PREFETCH)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(EARLY):
         start = slot * STEP
         mbarrier.expect(full.index(slot), TILE_ROWS * STEP, pred=start < k)
         place = (first_n, first_k + start)
@@ -115,22 +122,23 @@ def load_ring(a_desc, b_desc, ring, warm, first, steps, k, PREFETCH: gl.constexp
         mbarrier.wait(warm, 0)
     wait_for_inputs()
     if a_desc is not None:
-        for slot in gl.static_range(STAGES):
+        for slot in gl.static_range(EARLY):
             start = slot * STEP
             place = (first_row, first_k + start)
             _request_tokens(a_desc, ring, slot, place, steps[0], start < k, SLABS)
-    if len(empty) > 0:
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        for start in range(STAGES * STEP, k, STEP):
+    slot = gl.to_tensor(EARLY % STAGES)
+    phase = gl.to_tensor(1 if EARLY < STAGES else 0)
+    for start in range(EARLY * STEP, k, STEP):
+        if len(empty) > 0:
+            # of a slot that was never filled this passes at once
             mbarrier.wait(empty[0].index(slot), phase)
-            mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
-            place = (first_n, first_k + start)
-            _request_weights(b_desc, ring, slot, place, steps[1], True, SLABS)
-            if a_desc is not None:
-                place = (first_row, first_k + start)
-                _request_tokens(a_desc, ring, slot, place, steps[0], True, SLABS)
-            slot, phase = next_slot(slot, phase, STAGES)
+        mbarrier.expect(full.index(slot), TILE_ROWS * STEP)
+        place = (first_n, first_k + start)
+        _request_weights(b_desc, ring, slot, place, steps[1], True, SLABS)
+        if a_desc is not None:
+            place = (first_row, first_k + start)
+            _request_tokens(a_desc, ring, slot, place, steps[0], True, SLABS)
+        slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.constexpr_function

@@ -2,9 +2,9 @@
 """FP8 GEMM for many rows in Gluon: the warp-specialised pipeline of pipeline.py, in two schedules.
 
 - ``gemm_cooperative``: both groups of four warps share a tile of 128 rows, and its columns: a power
-  of two, or 192 as 128 + 64, which fills the multiprocessors where 256 columns leave a third of
-  them idle. Scales are requested before a tile's product, and its result goes to shared memory,
-  from where it is copied while the next one runs.
+  of two, or parts that are, as 192 = 128 + 64, which fills the multiprocessors where 256 columns
+  leave a third of them idle. Scales are requested before a tile's product, and its result goes to
+  shared memory, from where it is copied while the next one runs.
 - ``gemm_pingpong``: the groups take turns at the tensor cores. Each has whole tiles of 128 x 128
   for itself: while one multiplies, the other scales and stores the tile before, so that the tensor
   cores do not wait for a result to leave.
@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from oss_fused.errors import TritonKernelError
 from oss_fused.kernels.gemm.portable import tile_of
 from oss_fused.kernels.integers import cdiv
 from oss_fused.kernels.launch import multiprocessors, pdl_options, start_next, wait_for_inputs
@@ -38,6 +39,8 @@ from oss_fused.kernels.pipeline import (
     make_ring,
     multiply_tile,
     next_slot,
+    part_start,
+    part_widths,
     ring_stages,
     store_chunks,
     store_tile,
@@ -47,6 +50,8 @@ from oss_fused.kernels.pipeline import (
 
 # rows and columns of a tile whose consumers take turns
 _TURN_TILE = 128
+# parts of a tile's columns that the kernel has arguments for
+_MOST_PARTS = 3
 # blocks before a tile's end at which the other consumer may begin
 _EARLY = gl.constexpr(2)
 
@@ -58,6 +63,30 @@ def _load_scale(pointer, first, end, EACH: gl.constexpr, SIZE: gl.constexpr, lay
         offs = first + gl.arange(0, SIZE, layout)
         return gl.load(pointer + offs, mask=offs < end, other=0.0)
     return gl.full([SIZE], gl.load(pointer), gl.float32, layout)
+
+
+@gluon.jit
+def _token_scales(
+    pointer, first, end, EACH: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Scales of the rows of sums over ``COLUMNS`` columns."""
+    layout: gl.constexpr = gl.SliceLayout(1, sums_layout(COLUMNS, 8))
+    return _load_scale(pointer, first, end, EACH, SIZE, layout)
+
+
+@gluon.jit
+def _channel_scales(
+    pointer, first, end, columns, EACH: gl.constexpr, STEP_N: gl.constexpr, INDEX: gl.constexpr
+):
+    """Scales of a tile's columns from part INDEX on, by parts."""
+    SIZE: gl.constexpr = columns[INDEX].type.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(0, sums_layout(SIZE, 8))
+    channel = _load_scale(pointer, first + part_start(STEP_N, INDEX), end, EACH, SIZE, layout)
+    if len(columns) == INDEX + 1:
+        return (channel,)
+    else:
+        others = _channel_scales(pointer, first, end, columns, EACH, STEP_N, INDEX + 1)
+        return (channel,) + others  # noqa: RUF005
 
 
 @gluon.jit
@@ -84,21 +113,16 @@ def _multiply_together(
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
     GROUP_M: gl.constexpr,
-    SECOND: gl.constexpr,
+    STEP_N: gl.constexpr,
     PART: gl.constexpr,
 ):
     """A consumer of the cooperative schedule: ROWS rows of every tile of this CTA."""
     ring, scales, target, sizes = operands
     a_scale, b_scale = scales
     blocks_m, blocks_n, m, n, k = sizes
-    rows, columns, more, _full, _empty = ring
-    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns.type.shape[0]
+    rows, columns, _full, _empty = ring
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns[0].type.shape[0]
     ROWS: gl.constexpr = rows.type.shape[1]
-    BLOCK_N: gl.constexpr = columns.type.shape[1]
-    BLOCK_C: gl.constexpr = more.type.shape[1]
-    STEP_N: gl.constexpr = BLOCK_N + (BLOCK_C if SECOND else 0)
-    first: gl.constexpr = sums_layout(BLOCK_N, 8)
-    second: gl.constexpr = sums_layout(BLOCK_C, 8)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
@@ -107,17 +131,15 @@ def _multiply_together(
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
         at_m = (block_m * CONSUMERS + PART) * ROWS
         at_n = block_n * STEP_N
-        token = _load_scale(a_scale, at_m, m, A_ROWS, ROWS, gl.SliceLayout(1, first))
-        channel = _load_scale(b_scale, at_n, n, B_ROWS, BLOCK_N, gl.SliceLayout(0, first))
-        if SECOND:
-            rest: gl.constexpr = gl.SliceLayout(0, second)
-            others = _load_scale(b_scale, at_n + BLOCK_N, n, B_ROWS, BLOCK_C, rest)
-        acc, other, slot, phase = multiply_tile(ring, slot, phase, k, PART, SECOND)
-        _finish(acc, token, channel, target, at_m, at_n, m, n, PART, 0)
-        if SECOND:
-            # the same rows for another layout: from L1
-            token = _load_scale(a_scale, at_m, m, A_ROWS, ROWS, gl.SliceLayout(1, second))
-            _finish(other, token, others, target, at_m, at_n, m, n, PART, BLOCK_N)
+        token = _token_scales(a_scale, at_m, m, A_ROWS, ROWS, columns[0].type.shape[1])
+        channels = _channel_scales(b_scale, at_n, n, columns, B_ROWS, STEP_N, 0)
+        sums, slot, phase = multiply_tile(ring, slot, phase, k, PART)
+        for part in gl.static_range(len(columns)):
+            if part > 0:
+                # the same rows for another layout: from L1
+                token = _token_scales(a_scale, at_m, m, A_ROWS, ROWS, columns[part].type.shape[1])
+            at = part_start(STEP_N, part)
+            _finish(sums[part], token, channels[part], target, at_m, at_n, m, n, PART, at)
     tma.store_wait(0)
 
 
@@ -132,7 +154,8 @@ def _multiply_in_turn(
     """A consumer of the other schedule: every second tile of this CTA."""
     ring, turn, scales, target, sizes = operands
     blocks_m, blocks_n, m, n, k = sizes
-    rows, columns, _more, full, empty = ring
+    rows, parts, full, empty = ring
+    columns = parts[0]
     STAGES: gl.constexpr = columns.type.shape[0]
     ROWS: gl.constexpr = rows.type.shape[1]
     BLOCK_N: gl.constexpr = columns.type.shape[1]
@@ -173,11 +196,23 @@ def _multiply_in_turn(
     tma.store_wait(0)
 
 
+@gluon.jit
+def _given(b_desc, c_desc, d_desc):
+    """Those that are no None; Triton 3.6 launches no kernel with a tuple of descriptors."""
+    if d_desc is not None:
+        return b_desc, c_desc, d_desc
+    elif c_desc is not None:
+        return b_desc, c_desc
+    else:
+        return (b_desc,)
+
+
 @gluon.jit(do_not_specialize=["m"])
 def _gemm_persistent_kernel(
     a_desc,
     b_desc,
     c_desc,
+    d_desc,
     out_desc,
     a_scale,
     b_scale,
@@ -188,21 +223,19 @@ def _gemm_persistent_kernel(
     k,
     A_ROWS: gl.constexpr,
     B_ROWS: gl.constexpr,
+    STEP_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     TURNS: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    SECOND: gl.constexpr = c_desc is not None
-    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
-    STEP_N: gl.constexpr = BLOCK_N + (c_desc.block_type.shape[0] if SECOND else 0)
+    b_descs = _given(b_desc, c_desc, d_desc)
     ROWS: gl.constexpr = a_desc.block_type.shape[0] * (1 if TURNS else 2)
-    ring = make_ring(a_desc, b_desc, c_desc, STAGES, 1 if TURNS else 2)
+    ring = make_ring(a_desc, b_descs, STAGES, 1 if TURNS else 2)
     buffers = make_buffers(out_desc, ring, 1 if TURNS else CHUNK_BUFFERS)
     scales = (a_scale, b_scale)
     target = (bias, out, out_desc, buffers)
     sizes = (gl.cdiv(m, ROWS), gl.cdiv(n, STEP_N), m, n, k)
-    loads = (a_desc, b_desc, c_desc, ring, sizes, STEP_N, BLOCK_N, GROUP_M, PREFETCH)
     if TURNS:
         # a barrier for each consumer: the other one lets it begin
         in_turn = (ring, barriers_of(2, 1), scales, target, sizes)
@@ -210,7 +243,7 @@ def _gemm_persistent_kernel(
             [
                 (_multiply_in_turn, (in_turn, A_ROWS, B_ROWS, GROUP_M, 0)),
                 (_multiply_in_turn, (in_turn, A_ROWS, B_ROWS, GROUP_M, 1)),
-                (load_tiles, loads),
+                (load_tiles, (a_desc, b_descs, ring, sizes, STEP_N, True, GROUP_M, PREFETCH)),
             ],
             [4, 1],
             [240, 24],
@@ -219,9 +252,9 @@ def _gemm_persistent_kernel(
         operands = (ring, scales, target, sizes)
         gl.warp_specialize(
             [
-                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, 0)),
-                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, SECOND, 1)),
-                (load_tiles, loads),
+                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, STEP_N, 0)),
+                (_multiply_together, (operands, A_ROWS, B_ROWS, GROUP_M, STEP_N, 1)),
+                (load_tiles, (a_desc, b_descs, ring, sizes, STEP_N, True, GROUP_M, PREFETCH)),
             ],
             [4, 1],
             [240, 24],
@@ -230,28 +263,42 @@ def _gemm_persistent_kernel(
 
 def _launch(
     operands: tuple[torch.Tensor, ...],
-    descriptors: tuple[Any, ...],
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tiles: int,
+    rows: int,
+    columns: int,
+    turns: bool,
     **options: Any,
 ) -> None:
+    """Launch with as many stages as fit, for consumers of ``rows`` rows each."""
     a, b, a_scale, b_scale = operands
-    a_desc, b_desc, c_desc, out_desc = descriptors
+    (m, n), k = out.shape, a.shape[1]
+    widths = part_widths(columns)
+    if len(widths) > _MOST_PARTS:
+        expected = f"a sum of at most {_MOST_PARTS} powers of two"
+        raise TritonKernelError(f"columns={columns}: expected {expected}")
+    weights = [descriptor(b, width, 128) for width in widths]
+    chunk = min(widths[-1], 64)
+    tile_rows = rows if turns else 2 * rows
+    buffers = 2 * (1 if turns else CHUNK_BUFFERS.value) * rows * chunk * out.element_size()
+    tiles = cdiv(m, tile_rows) * cdiv(n, columns)
     _gemm_persistent_kernel[(min(tiles, multiprocessors(a.device)),)](
-        a_desc,
-        b_desc,
-        c_desc,
-        out_desc,
+        token_descriptor(a, rows, 128),
+        *weights,
+        *[None] * (_MOST_PARTS - len(weights)),
+        chunk_descriptor(out, rows, chunk),
         a_scale,
         b_scale,
         bias,
         out,
-        a.shape[0],
-        b.shape[0],
-        a.shape[1],
+        m,
+        n,
+        k,
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
+        STEP_N=columns,
+        STAGES=ring_stages((tile_rows + columns) * 128, buffers),
+        TURNS=turns,
         num_warps=4,
         **options,
         **pdl_options(a.device),
@@ -270,27 +317,13 @@ def gemm_cooperative(
     group_m: int = 8,
     prefetch_weights: bool = False,
 ) -> None:
-    """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
-    m, n = out.shape
-    first = 1 << (columns.bit_length() - 1)
-    chunk = min(columns - first or 64, 64)
-    descriptors = (
-        token_descriptor(a, rows, 128),
-        descriptor(b, first, 128),
-        descriptor(b, columns - first, 128) if columns > first else None,
-        chunk_descriptor(out, rows, chunk),
-    )
-    _launch(
-        (a, b, a_scale, b_scale),
-        descriptors,
-        bias,
-        out,
-        cdiv(m, 2 * rows) * cdiv(n, columns),
-        STAGES=ring_stages((2 * rows + columns) * 128, 2 * CHUNK_BUFFERS.value * rows * chunk * 2),
-        GROUP_M=group_m,
-        TURNS=False,
-        PREFETCH=prefetch_weights,
-    )
+    """Launch; K and the row strides must be multiples of 16.
+
+    Raises:
+        TritonKernelError: ``columns`` is no sum of at most three powers of two.
+    """
+    options = {"GROUP_M": group_m, "PREFETCH": prefetch_weights}
+    _launch((a, b, a_scale, b_scale), bias, out, rows, columns, False, **options)
 
 
 def gemm_pingpong(
@@ -302,23 +335,6 @@ def gemm_pingpong(
     out: torch.Tensor,
     group_m: int = 8,
 ) -> None:
-    """Launch with as many stages as fit; K and the row strides must be multiples of 16."""
-    m, n = out.shape
-    size, chunk = _TURN_TILE, 64
-    descriptors = (
-        token_descriptor(a, size, 128),
-        descriptor(b, size, 128),
-        None,
-        chunk_descriptor(out, size, chunk),
-    )
-    _launch(
-        (a, b, a_scale, b_scale),
-        descriptors,
-        bias,
-        out,
-        cdiv(m, size) * cdiv(n, size),
-        STAGES=ring_stages(2 * size * 128, 2 * size * chunk * 2),
-        GROUP_M=group_m,
-        TURNS=True,
-        PREFETCH=False,
-    )
+    """Launch; K and the row strides must be multiples of 16."""
+    options = {"GROUP_M": group_m, "PREFETCH": False}
+    _launch((a, b, a_scale, b_scale), bias, out, _TURN_TILE, _TURN_TILE, True, **options)

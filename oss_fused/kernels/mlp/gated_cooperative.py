@@ -39,17 +39,18 @@ def _multiply(
 ):
     x_scale, gate_scale, up_scale, out = scales
     blocks_m, blocks_n, m, n, k = sizes
-    rows, columns, _more, _full, _empty = ring
-    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns.type.shape[0]
+    rows, columns, _full, _empty = ring
+    CONSUMERS: gl.constexpr = rows.type.shape[0] // columns[0].type.shape[0]
     ROWS: gl.constexpr = rows.type.shape[1]
-    BLOCK_N: gl.constexpr = columns.type.shape[1]
+    BLOCK_N: gl.constexpr = columns[0].type.shape[1]
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     wait_for_inputs()
     start_next()
     for index in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(index, blocks_m, blocks_n, GROUP_M)
-        gate, up, slot, phase = multiply_tile(ring, slot, phase, k, PART, True)
+        sums, slot, phase = multiply_tile(ring, slot, phase, k, PART)
+        gate, up = sums
         first_m = (block_m * CONSUMERS + PART) * ROWS
         first_n = block_n * BLOCK_N
         if x_scale is not None:
@@ -89,15 +90,15 @@ def _gated_cooperative_kernel(
     GROUP_M: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = gate_desc.block_type.shape[0]
-    ring = make_ring(x_desc, gate_desc, up_desc, STAGES, 2)
+    weights = (gate_desc, up_desc)
+    ring = make_ring(x_desc, weights, STAGES, 2)
     sizes = (gl.cdiv(m, 2 * x_desc.block_type.shape[0]), gl.cdiv(n, BLOCK_N), m, n, k)
     scales = (x_scale, gate_scale, up_scale, out)
-    loads = (x_desc, gate_desc, up_desc, ring, sizes, BLOCK_N, 0, GROUP_M, False)
     gl.warp_specialize(
         [
             (_multiply, (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 0)),
             (_multiply, (ring, scales, sizes, CHANNELS, ACTIVATION, ACTIVATE_GATE, GROUP_M, 1)),
-            (load_tiles, loads),
+            (load_tiles, (x_desc, weights, ring, sizes, BLOCK_N, False, GROUP_M, False)),
         ],
         [4, 1],
         [240, 24],

@@ -72,6 +72,9 @@ _STORE_CYCLES = 5400
 _HIDDEN_STORE_CYCLES = 1500
 # columns of the cooperative kernel's tile; of equal ones the widest reads least from L2
 _COLUMNS = (256, 192, 160, 128)
+# the same where few tiles leave no multiprocessor to spare, and memory limits more than the
+# tensor cores, which read the tokens once for each of its three parts
+_FEW_ROWS_COLUMNS = (256, 224, 192, 160, 128)
 # products of 128 rows by one column that a multiprocessor's tensor cores do in a cycle
 _PRODUCTS = 32
 
@@ -212,7 +215,8 @@ def _cycles(bucket: int, n: int, k: int, columns: int, overhead: int) -> int:
 
 def _cooperative_columns(bucket: int, n: int, k: int) -> tuple[int, int]:
     """Columns of the cooperative kernel's tile that take the fewest cycles, and the cycles."""
-    cycles = {width: _cycles(bucket, n, k, width, _STORE_CYCLES) for width in _COLUMNS}
+    widths = _FEW_ROWS_COLUMNS if bucket <= 128 else _COLUMNS
+    cycles = {width: _cycles(bucket, n, k, width, _STORE_CYCLES) for width in widths}
     columns = min(cycles, key=lambda width: cycles[width])
     return columns, cycles[columns]
 
