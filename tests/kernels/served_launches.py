@@ -280,6 +280,10 @@ if __name__ == "__main__":
             shown["transposed"] = sum(line.endswith(", 1, 0;") for line in products)
             shown["meetings"] = kernel.asm["ptx"].count("bar.sync")
             shown["asked"] = asked(kernel.asm["ptx"])
+            # boxes that the loading warp asks for before it waits
+            *before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
+            box = re.compile(r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global")
+            shown["early"] = max((len(box.findall(part)) for part in before), default=0)
             begin, wait = (
                 kernel.asm["ptx"].find(f"griddepcontrol.{word}")
                 for word in ("launch_dependents", "wait")

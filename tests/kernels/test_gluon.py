@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import oss_fused.kernels  # noqa: F401
+from oss_fused.errors import TritonKernelError
 from oss_fused.kernels.gemm.triton import KERNELS, kernels
 from oss_fused.kernels.launch import runs_gluon
 from oss_fused.kernels.mlp.reference import activate
@@ -19,7 +20,7 @@ CONFIGS = [
     ("stream", {"block_m": 64, "block_n": 128, "block_k": 128, "ctas": 2}),
     ("stream", {"block_m": 8, "block_k": 512, "ctas": 1, "slices": 2}),
     ("stream", {"block_m": 16, "block_k": 128, "ctas": 2, "slices": 4}),
-    *(("cooperative", {"columns": columns}) for columns in (128, 160, 192, 256)),
+    *(("cooperative", {"columns": columns}) for columns in (128, 160, 192, 224, 256)),
     ("pingpong", {}),
 ]
 
@@ -35,6 +36,30 @@ def test_boxes_of_every_width_have_a_layout(columns):
     warp_pipeline = pytest.importorskip("oss_fused.kernels.pipeline")
     codes = torch.zeros(64, 512, dtype=torch.uint8).view(FP8)
     assert warp_pipeline.descriptor(codes, 64, columns).layout.swizzle_byte_width == 128
+
+
+@pytest.mark.parametrize(
+    ("columns", "widths"), [(256, [256]), (192, [128, 64]), (224, [128, 64, 32])]
+)
+def test_parts_of_a_tile_lie_side_by_side(columns, widths):
+    pipeline = pytest.importorskip("oss_fused.kernels.pipeline")
+    assert pipeline.part_widths(columns) == widths
+    starts = [pipeline.part_start(columns, part) for part in range(len(widths))]
+    assert starts == [0, 128, 192][: len(widths)]
+
+
+def test_a_tile_of_four_parts_is_refused():
+    persistent = pytest.importorskip("oss_fused.kernels.gemm.persistent")
+    codes, scale = torch.zeros(4, 16).to(FP8), torch.ones(4, 1)
+    out = torch.empty(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(TritonKernelError, match=r"columns=240: .* at most 3 powers of two"):
+        persistent.gemm_cooperative(codes, codes, scale, scale, None, out, columns=240)
+
+
+@pytest.mark.parametrize(("stages", "early"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (9, 7)])
+def test_a_quarter_of_a_deep_ring_comes_behind_the_wait(stages, early):
+    pipeline = pytest.importorskip("oss_fused.kernels.pipeline")
+    assert pipeline.early_stages(stages) == early
 
 
 @pytest.fixture

@@ -156,6 +156,21 @@ def test_norms_read_several_values_at_once(case, compiled):
     assert norm["narrow"] == 0 and norm["starts_first"] == (case != "mlp and norm 128")
 
 
+@pytest.mark.parametrize(
+    ("case", "kernel", "boxes"),
+    [
+        # 6 of 8 stages with two boxes each, 7 of 9 with one; a box for the tokens' descriptor
+        ("joined qkv 128", "_qkv_kernel", 6 * 2 + 1),
+        ("mlp and norm 128", "_gemm_stream_kernel", 7 + 1),
+        # 3 of 4 stages, a box for each part of 224 columns
+        ("mlp and norm 128", "_gemm_persistent_kernel", 3 * 3),
+    ],
+)
+def test_weights_before_the_wait_leave_memory_to_the_kernel_ahead(case, kernel, boxes, compiled):
+    (found,) = [each for each in compiled[case] if each["name"] == kernel]
+    assert found["early"] == boxes
+
+
 @pytest.mark.parametrize("case", ["mlp 257"])
 def test_much_leaves_l2(case, compiled):
     assert not any(kernel["kept"] for kernel in compiled[case])

@@ -87,6 +87,14 @@ def test_columns_fill_the_last_wave(rows, n, columns):
     assert tiles.gemm_rule(rows, n, 4096, True)["columns"] == columns
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "columns"),
+    [(65, 28672, 224), (128, 28672, 224), (256, 28672, 256), (128, 24576, 192), (128, 12288, 128)],
+)
+def test_columns_of_few_rows_give_all_programs_a_tile(rows, n, columns):
+    assert tiles.gemm_rule(tiles.row_bucket(rows), n, 4096, True)["columns"] == columns
+
+
 @pytest.mark.parametrize("rows,n,k", [(1024, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)])
 def test_many_tiles_hide_their_stores(rows, n, k):
     assert tiles.gemm_rule(rows, n, k, True)["kernel"] == "pingpong"
