@@ -314,7 +314,9 @@ def store_chunks(part, buffers, out_desc, first_m, first_n, PART: gl.constexpr, 
     BUFFERS: gl.constexpr = buffers.type.shape[0] // 2
     HALF: gl.constexpr = part.type.shape[1] // 2
     if HALF < CHUNK:
-        tma.store_wait(BUFFERS - 1)
+        # where a tile has an odd number of chunks, its first one finds the last one's buffer
+        PENDING: gl.constexpr = 0 if AT == 0 else BUFFERS - 1
+        tma.store_wait(PENDING)
         buffer = buffers.index(PART * BUFFERS + AT // CHUNK % BUFFERS)
         buffer.store(part)
         fence_async_shared()

@@ -138,8 +138,18 @@ def _multiply_together(
             if part > 0:
                 # the same rows for another layout: from L1
                 token = _token_scales(a_scale, at_m, m, A_ROWS, ROWS, columns[part].type.shape[1])
-            at = part_start(STEP_N, part)
-            _finish(sums[part], token, channels[part], target, at_m, at_n, m, n, PART, at)
+            _finish(
+                sums[part],
+                token,
+                channels[part],
+                target,
+                at_m,
+                at_n,
+                m,
+                n,
+                PART,
+                part_start(STEP_N, part),
+            )
     tma.store_wait(0)
 
 
@@ -280,7 +290,7 @@ def _launch(
     weights = [descriptor(b, width, 128) for width in widths]
     chunk = min(widths[-1], 64)
     tile_rows = rows if turns else 2 * rows
-    buffers = 2 * (1 if turns else CHUNK_BUFFERS.value) * rows * chunk * out.element_size()
+    buffers = 2 * (1 if turns else CHUNK_BUFFERS.value) * rows * chunk * 2
     tiles = cdiv(m, tile_rows) * cdiv(n, columns)
     _gemm_persistent_kernel[(min(tiles, multiprocessors(a.device)),)](
         token_descriptor(a, rows, 128),
