@@ -2,10 +2,9 @@
 """Parts of persistent, warp-specialised products in Gluon: one warp loads, others multiply.
 
 A ring of shared-memory buffers lies between them. A consumer (four warps) owns ROWS rows of a
-tile; all share the tile's columns, in one or several parts, which come from one weight or, as two
-halves, from two. The
-consumers run apart by as much as the ring allows, so that one stores its result while the tensor
-cores work for the other, and the loading warp is ahead of both.
+tile; all share the tile's columns. These are one or several parts of one weight, or as many columns
+of each of two weights. The consumers run apart by as much as the ring allows, so that one stores
+its result while the tensor cores work for the other, and the loading warp is ahead of both.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ FAMILIES = (
     Family(
         "cooperative",
         (128, 8192),
-        ConfigSpace({"columns": (128, 160, 192, 256), "group_m": (4, 8, 16, 32)}),
+        ConfigSpace({"columns": (128, 160, 192, 224, 256), "group_m": (4, 8, 16, 32)}),
     ),
     Family("pingpong", (128, 8192), ConfigSpace({"group_m": (4, 8, 16, 32)})),
 )

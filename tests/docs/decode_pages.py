@@ -261,14 +261,13 @@ def prefill_us(arm: str) -> float:
 def decode() -> Passages:
     found = _longer() + _few_requests() + _busy_host() + _max_load() + _api_server()
     found += h100_pages.decode() + other_runs.newest() + other_runs.slow_rounds()
-    found += other_runs.short_run() + other_runs.newest_llama() + other_runs.prompts()
-    found += other_runs.llama_with_parts()
-    found += other_runs.llama_with_tiles()
+    found += other_runs.short_run() + other_runs.prompts()
+    found += other_runs.llama() + other_runs.llama_with_tiles()
     found += step_kernels.passages()
     for batch in (1, 8, 32, 128):
         row = "| {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |"
         values: list[float] = [batch]
-        for model in ("gpt_oss_20b", "llama_8b_tiles"):
+        for model in ("gpt_oss_20b", "llama_8b_rings"):
             values += [best(model, batch), oss(model, batch), speedup(model, batch)]
             values.append(speedup(model, batch, 1024))
         found.append((row, values))
@@ -282,7 +281,7 @@ def decode() -> Passages:
             "| prefill 8192 | {:.1f} | {:.1f} | {:.2f} | | {:.1f} | {:.1f} | {:.2f} | |",
             [
                 f(m, 1, 8192)
-                for m in ("gpt_oss_20b", "llama_8b_tiles")
+                for m in ("gpt_oss_20b", "llama_8b_rings")
                 for f in (best, oss, speedup)
             ],
         ),

@@ -70,70 +70,30 @@ def prompts() -> Passages:
     ]
 
 
-def newest_llama() -> Passages:
-    """decode.md's steps and prompt of the newest run of Llama."""
-    cells = _cells("decode_llama_8b_newest")
-    batches = (1, 8, 32, 128)
-    kernels = {
-        one["arm"]: one["busy_us"]
-        for one in load("h200/decode_llama_8b_newest/results.json")["profiles"]
-        if one["steps"]
-    }
-    prompt = cells[1, 8192]
-    first = [prompt["arms"][arm]["ms"] for arm in ("oss_fp8", prompt["baseline"])]
-    fastest = [
-        [cells[batch, 128]["arms"][arm]["min"] for arm in ("oss_fp8", "fp8_per_tensor")]
-        for batch in batches
-    ]
-    return [
-        (
-            "has {:.2f}, {:.2f}, {:.2f} and {:.2f} at context 1024",
-            [cells[batch, 1024]["speedup"] for batch in batches],
-        ),
-        ("prompt of {:.1f} ms instead of {:.1f} ({:.2f}x)", [*first, prompt["speedup"]]),
-        (
-            "rounds alone give {:.2f}, {:.2f}, {:.2f} and {:.2f}.",
-            [theirs / ours for ours, theirs in fastest],
-        ),
-        (
-            "medians give {:.2f}, {:.2f}, {:.2f} and {:.2f}",
-            [cells[batch, 128]["speedup"] for batch in batches],
-        ),
-        (
-            "128 positions take {:.2f} ms (the baseline's {:.2f})",
-            [kernels[arm] / 1e3 for arm in ("oss_fp8", "fp8_per_tensor")],
-        ),
-    ]
-
-
-def llama_with_parts() -> Passages:
-    """decode.md's run of Llama whose norms add parts of sums."""
-    cells = _cells("decode_llama_8b_parts")
-    profiles = load("h200/decode_llama_8b_parts/results.json")["profiles"]
+def llama() -> Passages:
+    """decode.md's run of Llama."""
+    cells = _cells("decode_llama_8b_rings")
+    profiles = load("h200/decode_llama_8b_rings/results.json")["profiles"]
     kernels = {one["arm"]: one["busy_us"] / 1e3 for one in profiles if one["steps"]}
     arms = ("oss_fp8", "fp8_per_tensor")
-    batches = (1, 8, 32, 128)
-    long, prompt = cells[128, 1024], cells[1, 8192]
-    steps, prompts = ([cell["arms"][arm]["ms"] for arm in arms] for cell in (long, prompt))
-    fastest = [[cells[batch, 128]["arms"][arm]["min"] for arm in arms] for batch in batches]
+    long = cells[128, 1024]
+    steps = [long["arms"][arm]["ms"] for arm in arms]
+    fastest = [[cells[batch, 128]["arms"][arm]["min"] for arm in arms] for batch in (1, 8, 32, 128)]
+    rounds = [cells[128, 128]["arms"]["oss_fp8"][end] for end in ("min", "max")]
     return [
         (
             "positions took {:.2f} ms, the baseline's {:.2f} ({:.2f}x; 1.25x would be {:.2f} ms)",
             [*steps, long["speedup"], steps[1] / 1.25],
         ),
+        ("the kernels take {:.2f} ms\n", [kernels["oss_fp8"]]),
         (
-            "128 positions take {:.2f} ms (the baseline's {:.2f}). The host",
-            [kernels[arm] for arm in arms],
+            "(the baseline's {:.2f}), both rounds {:.2f} to {:.2f} ms",
+            [kernels["fp8_per_tensor"], *rounds],
         ),
         (
-            "context 128 give {:.2f}, {:.2f}, {:.2f} and {:.2f},",
-            [cells[batch, 128]["speedup"] for batch in batches],
+            "alone give {:.2f}, {:.2f}, {:.2f} and {:.2f}.\n- A run of Llama at [aa12a9b]",
+            [theirs / ours for ours, theirs in fastest],
         ),
-        (
-            "rounds alone {:.2f}, {:.2f}, {:.2f} and {:.2f}, where the baseline's {:.2f} ms",
-            [*(theirs / ours for ours, theirs in fastest), fastest[3][1]],
-        ),
-        ("prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x)", [*prompts, prompt["speedup"]]),
     ]
 
 
@@ -143,15 +103,13 @@ def llama_with_tiles() -> Passages:
     arms = ("oss_fp8", "fp8_per_tensor")
     contexts, batches = (128, 1024), (1, 8, 32, 128)
 
-    def ms(batch: int, context: int, arm: str, which: str = "ms") -> float:
-        return float(cells[batch, context]["arms"][arm][which])
+    def ms(batch: int, context: int, arm: str) -> float:
+        return float(cells[batch, context]["arms"][arm]["ms"])
 
     def ratios(batch: int) -> list[float]:
         return [cells[batch, context]["speedup"] for context in contexts]
 
     few = [[ms(72, context, arm) for context in contexts] for arm in arms]
-    fastest = [[ms(batch, 128, arm, "min") for arm in arms] for batch in batches]
-    prompts = [ms(1, 8192, arm) for arm in arms]
     of_five = "{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}"
     heads = [[ms(b, context, "oss_fp8_head") for b in (1, 8, 32, 72, 128)] for context in contexts]
     long = ms(128, 1024, "fp8_per_tensor") / heads[1][-1]
@@ -164,24 +122,12 @@ def llama_with_tiles() -> Passages:
             [*few[0], *few[1], *ratios(72)],
         ),
         (
-            "positions took {:.2f} ms, the baseline's {:.2f} ({:.2f}x). The medians",
+            "positions took {:.2f} ms, the baseline's {:.2f} ({:.2f}x). At context 128",
             [*(ms(128, 1024, arm) for arm in arms), ratios(128)[1]],
         ),
         (
-            "give {:.2f}, {:.2f}, {:.2f} and {:.2f} at 1, 8, 32 and 128 sequences,",
+            "give {:.2f}, {:.2f}, {:.2f} and {:.2f} at 1, 8, 32 and 128 sequences",
             [ratios(batch)[0] for batch in batches],
-        ),
-        (
-            "rounds alone {:.2f}, {:.2f}, {:.2f} and {:.2f}. At 128",
-            [theirs / ours for ours, theirs in fastest],
-        ),
-        (
-            "both rounds, {:.2f} and {:.2f} ms,",
-            [ms(128, 128, "oss_fp8", which) for which in ("min", "max")],
-        ),
-        (
-            "The prompt took {:.1f} ms, the baseline's {:.1f} ({:.2f}x)",
-            [*prompts, prompts[1] / prompts[0]],
         ),
         (
             (

@@ -282,6 +282,7 @@ if __name__ == "__main__":
             shown["asked"] = asked(kernel.asm["ptx"])
             # boxes that the loading warp asks for before it waits
             *before, _ = kernel.asm["ptx"].split("griddepcontrol.wait")
+            shown["waits"] = len(before)
             box = re.compile(r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global")
             shown["early"] = max((len(box.findall(part)) for part in before), default=0)
             begin, wait = (

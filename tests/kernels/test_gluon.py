@@ -48,15 +48,25 @@ def test_parts_of_a_tile_lie_side_by_side(columns, widths):
     assert starts == [0, 128, 192][: len(widths)]
 
 
-def test_a_tile_of_four_parts_is_refused():
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        ({"columns": 240}, r"columns=240: .* at most 3 powers of two"),
+        ({"columns": 0}, r"columns=0: .* at most 3 powers of two"),
+        ({"rows": 256, "columns": 256}, r"rows=256, columns=256: .* two stages"),
+    ],
+)
+def test_a_tile_that_no_program_holds_is_refused(tile, message):
     persistent = pytest.importorskip("oss_fused.kernels.gemm.persistent")
     codes, scale = torch.zeros(4, 16).to(FP8), torch.ones(4, 1)
     out = torch.empty(4, 4, dtype=torch.bfloat16)
-    with pytest.raises(TritonKernelError, match=r"columns=240: .* at most 3 powers of two"):
-        persistent.gemm_cooperative(codes, codes, scale, scale, None, out, columns=240)
+    with pytest.raises(TritonKernelError, match=message):
+        persistent.gemm_cooperative(codes, codes, scale, scale, None, out, **tile)
 
 
-@pytest.mark.parametrize(("stages", "early"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (9, 7)])
+@pytest.mark.parametrize(
+    ("stages", "early"), [(1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (9, 7), (12, 9)]
+)
 def test_a_quarter_of_a_deep_ring_comes_behind_the_wait(stages, early):
     pipeline = pytest.importorskip("oss_fused.kernels.pipeline")
     assert pipeline.early_stages(stages) == early

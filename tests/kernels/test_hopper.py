@@ -169,6 +169,8 @@ def test_norms_read_several_values_at_once(case, compiled):
 def test_weights_before_the_wait_leave_memory_to_the_kernel_ahead(case, kernel, boxes, compiled):
     (found,) = [each for each in compiled[case] if each["name"] == kernel]
     assert found["early"] == boxes
+    # one in each of its parts: another one would come before the weights
+    assert found["waits"] == (3 if "persistent" in kernel else 2)
 
 
 @pytest.mark.parametrize("case", ["mlp 257"])

@@ -284,13 +284,18 @@ def _launch(
     a, b, a_scale, b_scale = operands
     (m, n), k = out.shape, a.shape[1]
     widths = part_widths(columns)
-    if len(widths) > _MOST_PARTS:
+    if not 0 < len(widths) <= _MOST_PARTS:
         expected = f"a sum of at most {_MOST_PARTS} powers of two"
         raise TritonKernelError(f"columns={columns}: expected {expected}")
     weights = [descriptor(b, width, 128) for width in widths]
     chunk = min(widths[-1], 64)
     tile_rows = rows if turns else 2 * rows
     buffers = 2 * (1 if turns else CHUNK_BUFFERS.value) * rows * chunk * 2
+    stages = ring_stages((tile_rows + columns) * 128, buffers)
+    if stages < 2:
+        # the product of a stage ends only after the next one has begun
+        expected = "a tile of which shared memory holds two stages"
+        raise TritonKernelError(f"rows={rows}, columns={columns}: expected {expected}")
     tiles = cdiv(m, tile_rows) * cdiv(n, columns)
     _gemm_persistent_kernel[(min(tiles, multiprocessors(a.device)),)](
         token_descriptor(a, rows, 128),
@@ -307,7 +312,7 @@ def _launch(
         A_ROWS=a_scale.numel() != 1,
         B_ROWS=b_scale.numel() != 1,
         STEP_N=columns,
-        STAGES=ring_stages((tile_rows + columns) * 128, buffers),
+        STAGES=stages,
         TURNS=turns,
         num_warps=4,
         **options,
@@ -330,7 +335,8 @@ def gemm_cooperative(
     """Launch; K and the row strides must be multiples of 16.
 
     Raises:
-        TritonKernelError: ``columns`` is no sum of at most three powers of two.
+        TritonKernelError: ``columns`` is no sum of at most three powers of two, or shared memory
+            does not hold two stages of a tile.
     """
     options = {"GROUP_M": group_m, "PREFETCH": prefetch_weights}
     _launch((a, b, a_scale, b_scale), bias, out, rows, columns, False, **options)

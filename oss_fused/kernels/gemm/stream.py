@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """FP8 GEMM for some tens of rows in Gluon: weights on their way before the inputs are there.
 
-Computes [N, K] @ [K, M] as gemm_swap does. Gluon states which copies are issued when: the
-first STAGES weight tiles of a CTA are requested before it waits for the kernel before, where the
-caller allows it, so that a chain of kernels keeps memory busy across their ends. Triton's own
-pipeliner cannot do that.
+Computes [N, K] @ [K, M] as gemm_swap does. Gluon states which copies are issued when: where
+the caller allows it, weights of most stages of a CTA (``pipeline.early_stages``) are requested
+before it waits for the kernel before, so that a chain of kernels keeps memory busy across their
+ends. Triton's own pipeliner cannot do that.
 
 A tile of the tensor cores has 64 weight rows, so a narrow output leaves multiprocessors idle. With
 SLICES of K a CTA takes 64 / SLICES rows: its tile stacks their slices of K, and that of the tokens

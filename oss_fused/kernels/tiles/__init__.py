@@ -72,8 +72,8 @@ _STORE_CYCLES = 5400
 _HIDDEN_STORE_CYCLES = 1500
 # columns of the cooperative kernel's tile; of equal ones the widest reads least from L2
 _COLUMNS = (256, 192, 160, 128)
-# the same where few tiles leave no multiprocessor to spare, and memory limits more than the
-# tensor cores, which read the tokens once for each of its three parts
+# the same for up to 128 rows, where memory limits more than the tensor cores: these read the tokens
+# once for each of the three parts of 224 columns
 _FEW_ROWS_COLUMNS = (256, 224, 192, 160, 128)
 # products of 128 rows by one column that a multiprocessor's tensor cores do in a cycle
 _PRODUCTS = 32
