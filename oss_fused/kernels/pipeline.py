@@ -128,7 +128,8 @@ def free_previous(empty, slot, STAGES: gl.constexpr, pred):
 
 
 @gluon.jit
-def _boxes_of(desc, COUNT: gl.constexpr):
+def boxes_of(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT boxes."""
     shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
@@ -136,8 +137,8 @@ def _boxes_of(desc, COUNT: gl.constexpr):
 @gluon.jit
 def make_ring(a_desc, b_descs, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Buffers and barriers: (rows, columns by the parts of ``b_descs``, full, empty)."""
-    rows = _boxes_of(a_desc, STAGES * CONSUMERS)
-    columns = [_boxes_of(desc, STAGES) for desc in b_descs]
+    rows = boxes_of(a_desc, STAGES * CONSUMERS)
+    columns = [boxes_of(desc, STAGES) for desc in b_descs]
     return rows, columns, barriers_of(STAGES, 1), barriers_of(STAGES, CONSUMERS)
 
 

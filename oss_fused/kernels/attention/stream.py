@@ -40,7 +40,15 @@ from oss_fused.kernels.launch import (
     wait_for_inputs,
     wait_unless,
 )
-from oss_fused.kernels.pipeline import barriers_of, copy_box, meet, next_slot, sums_layout, view_as
+from oss_fused.kernels.pipeline import (
+    barriers_of,
+    boxes_of,
+    copy_box,
+    meet,
+    next_slot,
+    sums_layout,
+    view_as,
+)
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 # below every logit; finite, because a sequence may have no position
@@ -268,12 +276,6 @@ def _consume(ring, views, weights_buffer, out, sinks, work, softmax_scale, SHAPE
 
 
 @gluon.jit
-def _boxes_of(desc, COUNT: gl.constexpr):
-    shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
 def _tiles_of(boxes, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Boxes as tiles [ROWS, COLUMNS], one of each stage: 64 columns of all rows, then the next."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -301,9 +303,9 @@ def _attention_stream_kernel(
     HEADS: gl.constexpr = q_desc.block_type.shape[1]
     HALVES: gl.constexpr = SHAPE.head_dim // SHAPE.columns
     RUNS: gl.constexpr = SHAPE.tile // SHAPE.run
-    q_boxes = _boxes_of(q_desc, STAGES * HALVES)
-    k_boxes = _boxes_of(k_desc, STAGES * HALVES * RUNS)
-    v_boxes = _boxes_of(v_desc, STAGES * HALVES * RUNS)
+    q_boxes = boxes_of(q_desc, STAGES * HALVES)
+    k_boxes = boxes_of(k_desc, STAGES * HALVES * RUNS)
+    v_boxes = boxes_of(v_desc, STAGES * HALVES * RUNS)
     views = (
         _tiles_of(q_boxes, STAGES, HEADS, SHAPE.head_dim),
         _tiles_of(k_boxes, STAGES, SHAPE.tile, SHAPE.head_dim),
